@@ -22,6 +22,7 @@ from schedule_in_python import InPython
 
 from lockstep.kernels.hopper.common.mailbox import SLOTS
 from lockstep.kernels.hopper.forward.cleaning import KEPT_TILES
+from lockstep.kernels.hopper.forward.kernel import BLOCKS_LEFT
 from lockstep.kernels.hopper.forward.plan import (
     BITS_STAGES,
     NARROW_PLANS,
@@ -98,6 +99,7 @@ class Program:
         producers: int = 1,
         constant_time: bool = False,
         splits: bool = False,
+        draws_tiles: bool = False,
     ) -> None:
         self.plan, self.tiles, self.producers = plan, tiles, producers
         self.constant_time = constant_time
@@ -107,6 +109,8 @@ class Program:
         self.v = Ring(plan.stages, plan.consumers)
         self.q = [Ring(plan.q_stages, 1) for _ in range(plan.consumers)]
         self.tile_queue = Ring(SLOTS.value, plan.consumers + producers + self.cleans)
+        # Its tiles are drawn, each when it is wanted.
+        self.draws_tiles, self.wish, self.to_send = draws_tiles, Barrier(1), 0
         self.turns = Counter({0: 1})
         self.schedule = InPython(
             left=left or 0,
@@ -162,6 +166,9 @@ class Program:
     def schedule_tiles(self) -> Warp:
         # After the last tile comes one that does not exist.
         for n in range(len(self.tiles) + 1):
+            if self.draws_tiles and n > 0:
+                yield self.wish.completed((n - 1) & 1)
+                assert self.to_send <= BLOCKS_LEFT.value
             yield self.tile_queue.free(n)
             self.tile_queue.sent += 1
 
@@ -176,7 +183,12 @@ class Program:
             for q in self.q if queries else ():
                 yield q.free(n)
                 q.sent += 1
-            for _ in range(*self.blocks(tile, tile.q_idx, self.plan.block_q)):
+            begin, end = self.blocks(tile, tile.q_idx, self.plan.block_q)
+            for block in range(begin, end):
+                if queries:
+                    self.to_send = end - block
+                    if block == max(end - BLOCKS_LEFT.value, begin):
+                        self.wish.arrive()
                 for ring in rings:
                     yield ring.free(sent)
                     ring.sent += 1
@@ -346,7 +358,15 @@ def test_no_warp_waits_forever(plan):
         right = draws.choice((None, 0, 0, 5, 40, 300))
         tiles = [draw_tile(draws, plan) for _ in range(draws.randint(1, 5))]
         kind = draws.choice(({"producers": 1}, {"producers": 2}, {"constant_time": True}))
-        program = Program(plan, left, right, tiles, splits=draws.random() < 0.5, **kind)
+        program = Program(
+            plan,
+            left,
+            right,
+            tiles,
+            splits=draws.random() < 0.5,
+            draws_tiles=draws.random() < 0.5,
+            **kind,
+        )
         for tile in tiles:
             begin, end = program.blocks(tile, tile.q_idx, plan.block_q)
             for c in range(plan.consumers):

@@ -92,7 +92,7 @@ def test_a_second_pass_has_the_tiles_with_marks(order):
     draws = random.Random(0)
     programs, B, n_tickets = 7, 3, 500
     for _ in range(50):
-        drawn, posted = 0, []
+        drawn, posted, wanted = 0, [], []
 
         def draw_ticket(*_: Any, **__: Any) -> int:
             nonlocal drawn
@@ -113,7 +113,9 @@ def test_a_second_pass_has_the_tiles_with_marks(order):
         program = SimpleNamespace(
             schedule=schedule,
             build=SimpleNamespace(SECOND_PASS=True),
-            tile_queue=SimpleNamespace(post=lambda n, tile, to=posted: to.append((n, tile))),
+            tile_queue=SimpleNamespace(
+                post=lambda n, tile, to=posted: to.append((n, tile)), await_wish=wanted.append
+            ),
             failed=SimpleNamespace(collect=lambda wrong=wrong: wrong),
         )
         as_python(
@@ -129,5 +131,7 @@ def test_a_second_pass_has_the_tiles_with_marks(order):
         assert not posted[-1][1].exists
         assert first[0] == 4
         assert len(first) == 1 or order is LONGEST_FIRST
+        # It drew none that was not wanted.
+        assert wanted == ([] if order is UNSORTED else list(range(1, end + 1)))
         marked = [ticket for i, ticket in enumerate(first) if (wrong >> (i % 32)) & 1]
         assert sorted(again) == marked

@@ -358,7 +358,7 @@ def few_keys_kernel(
     unused = k.ring.empty_bar
     program = Program(
         schedule, k, v, PageTable(lse_ptr, none, none, none, 0),
-        TileQueue(Mailbox(unused, q.ring, 0)), FailedTiles(unused, unused, 1),
+        TileQueue(Mailbox(unused, q.ring, 0), unused), FailedTiles(unused, unused, 1),
         Cleaned(unused, unused), build, scale, softcap,
     )  # fmt: skip
     pointers = (out_ptr, lse_ptr, statistics_ptr, sinks_ptr)

@@ -32,6 +32,8 @@ from lockstep.kernels.launch import unspecialized
 
 ANY_ADDRESS = ("sinks_ptr", "cu_q_ptr", "cu_kv_ptr", "kv_lens_ptr", "sequence_order_ptr")
 ANY_ADDRESS += ("page_table_ptr",)
+# Blocks of keys that are left to be sent of a tile when its program draws the next one.
+BLOCKS_LEFT = gl.constexpr(4)
 
 
 @gluon.jit
@@ -48,6 +50,9 @@ def produce(program, q_desc, k_desc, v_desc, q_rings):
                 send_queries(schedule, q_rings[c], tiles, q_desc, tile, tile.q_idx + c * ROWS)
         begin, end = schedule.blocks(tile, tile.q_idx, schedule.BLOCK_Q)
         for block in range(begin, end):
+            if schedule.LAYOUT == "varlen" and q_desc is not None:  # noqa: SIM102, as elsewhere
+                if block == gl.maximum(end - BLOCKS_LEFT, begin):
+                    program.tile_queue.wish()
             send_block(program, k_desc, v_desc, tile, block, sent, 0)
             sent += 1
         tiles += 1
@@ -312,7 +317,7 @@ def forward_kernel(
     # Pages come in so many boxes of 64 columns that one warp would take longer to send them than
     # consumers need for a block.
     PRODUCERS: gl.constexpr = 2 if PAGE_ROWS and D_COLUMNS > 64 else 1
-    tile_queue = TileQueue.create(CONSUMERS + PRODUCERS + CLEANERS)
+    tile_queue = TileQueue.create(CONSUMERS + PRODUCERS + CLEANERS, LAYOUT == "varlen")
     failed, cleaned = create_notes(schedule, k_ring, SECOND_PASS, CLEANS, CONSUMERS, STAGES)
     program = Program(
         schedule, k_ring, v_ring,

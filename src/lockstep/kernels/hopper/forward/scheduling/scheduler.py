@@ -1,8 +1,8 @@
 """The scheduler warp says which tile is next, so that no other warp has to work it out.
 
-Where sequences are packed, programs draw tickets: a program that is done with a tile takes the next
-one, so none is left with a long tile when the others are done. (A ticket decides which program
-computes a tile, never the result.) Else a program's tiles follow from its number.
+Where sequences are packed, programs draw tickets: a program that is about to be done with a tile
+takes the next one, so none is left with a long tile when the others are done. (A ticket decides
+which program computes a tile, never the result.) Else a program's tiles follow from its number.
 
 After the first pass it sends the tiles once more in which rows failed (`second_pass.py`). For
 that it has to know them: with a ticket goes the ticket that its program drew before.
@@ -75,6 +75,7 @@ def schedule_by_ticket(program):
         # Without an order, there are no further ones.
         ticket = gl.num_programs(0)
         if is_line:
+            program.tile_queue.await_wish(calls)
             ticket += gl.atomic_add(schedule.sequence_order_ptr, 1, sem="relaxed", scope="gpu")
         tile = schedule.packed_tile(ticket)
     program.tile_queue.post(calls, tile)

@@ -1,23 +1,45 @@
-"""The tile queue: the scheduler warp writes which tile is next, all other warps read it."""
+"""The tile queue: the scheduler warp writes which tile is next, all other warps read it.
+
+Where programs draw their tiles, the producer says when the next one is wanted: when few blocks of
+its tile are left to be sent. A program that drew as soon as there is room in the queue would hold
+two or three tiles that others are free for."""
 
 from __future__ import annotations
 
-from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
+from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon, mbarrier
 from lockstep.kernels.hopper.common.mailbox import Mailbox
+from lockstep.kernels.hopper.common.shared_memory import barriers
 from lockstep.kernels.hopper.forward.scheduling.tile import Tile
 
 
 @aggregate
 class TileQueue:
     mailbox: Mailbox
+    wish_bar: gl.shared_memory_descriptor  # [1, 1]
 
     @gluon.constexpr_function
-    def __init__(self, mailbox):
+    def __init__(self, mailbox, wish_bar):
         self.mailbox = mailbox
+        self.wish_bar = wish_bar
 
     @gluon.jit
-    def create(READERS: gl.constexpr):
-        return TileQueue(Mailbox.create(9, READERS))
+    def create(READERS: gl.constexpr, DRAWN: gl.constexpr):
+        mailbox = Mailbox.create(9, READERS)
+        # Where it is not used, any may stand for it.
+        wish_bar = mailbox.ring.full_bar
+        if DRAWN:
+            wish_bar = barriers(1, 1)
+        return TileQueue(mailbox, wish_bar)
+
+    @gluon.jit
+    def wish(self):
+        """Producer: the tile behind the one at work is wanted; once for each tile."""
+        mbarrier.arrive(self.wish_bar.index(0), count=1)
+
+    @gluon.jit
+    def await_wish(self, n):
+        """Scheduler warp: wait until the n-th tile is wanted."""
+        mbarrier.wait(self.wish_bar.index(0), (n - 1) & 1)
 
     @gluon.jit
     def post(self, n, tile):
