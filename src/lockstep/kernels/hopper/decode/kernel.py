@@ -26,7 +26,7 @@ from lockstep.kernels.hopper.decode.producer import Cache, Tiles, produce
 from lockstep.kernels.hopper.decode.queries import Queries
 from lockstep.kernels.hopper.decode.rows import Rows
 from lockstep.kernels.hopper.decode.runs import RunQueue
-from lockstep.kernels.hopper.decode.schedule import FIELDS, MANY, Sizes
+from lockstep.kernels.hopper.decode.schedule import FIELDS, Sizes
 from lockstep.kernels.hopper.decode.spans.consumer import consume_spans
 from lockstep.kernels.hopper.decode.spans.first_keys import FirstKeys
 from lockstep.kernels.launch import unspecialized
@@ -56,8 +56,7 @@ def sizes_of_call(
     n_tiles = n.B
     if PACKED:
         kv_lens_ptr += FIELDS
-        if n_tiles > MANY:
-            n_tiles = gl.load(pointers.kv_lens_ptr)
+        n_tiles = gl.load(pointers.kv_lens_ptr)
     return Sizes(
         (kv_lens_ptr, pointers.kv_starts_ptr),
         (n_tiles, n.heads, n.Sq, n.Skv, n.left, n.right, n.wanted, n.least, n.least_of_short,
@@ -81,6 +80,39 @@ def rows_of_call(
          scales.unit, scales.natural, scales.mark),
         SCORES, HAS_SINKS, not PAGED, D, DV, HEAD_DIM, HEAD_DIM_V,
     )  # fmt: skip
+
+
+@gluon.jit
+def start_warps(
+    rows, sizes, queue, queries, loads, pointers, stride_k, QUERY_INVARIANT: gl.constexpr,
+    FIXED_MAX: gl.constexpr, FEW: gl.constexpr, NARROW: gl.constexpr, PREFETCH: gl.constexpr,
+    LATE: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Start the consumer and the producer of a program."""
+    k, v, k_desc, _v_desc, cache = loads
+    slots_ptr = pointers.slots_ptr
+    if QUERY_INVARIANT:
+        first = FirstKeys.create(pointers.k_ptr, stride_k, k_desc.dtype, k.D)
+        gl.warp_specialize(
+            [
+                (consume_spans, (rows, sizes, queue, k, v, queries, cache, first, FIXED_MAX, FEW)),
+                (produce, (sizes, queue, loads, slots_ptr, rows, queries, PREFETCH, LATE)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
+    else:
+        exchange = queue  # in place of none
+        if NARROW > 0:
+            exchange = Exchange.create(NARROW, v.D)
+        gl.warp_specialize(
+            [
+                (consume, (rows, sizes, queue, k, v, queries, exchange, cache, NARROW, FEW)),
+                (produce, (sizes, queue, loads, slots_ptr, rows, queries, PREFETCH, LATE)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
 
 
 @unspecialized(gluon.jit, any_address=_ANY_ADDRESS)
@@ -144,26 +176,16 @@ def decode_kernel(
         # The forward, where it runs long sequences, needs the list alone, which is there now.
         gdc_launch_dependents()
     sizes = sizes_of_call(pointers, n, HAS_LEFT, HAS_RIGHT, HAS_STARTS, PACKED, BLOCK_KV)
-    slots_ptr, loads = pointers.slots_ptr, (k, v, k_desc, v_desc, cache)
-    if QUERY_INVARIANT:
-        first = FirstKeys.create(pointers.k_ptr, stride_k, k_desc.dtype, D)
-        gl.warp_specialize(
-            [
-                (consume_spans, (rows, sizes, queue, k, v, queries, cache, first, FIXED_MAX, FEW)),
-                (produce, (sizes, queue, loads, slots_ptr, rows, queries, PREFETCH, LATE)),
-            ],
-            [1],
-            [PRODUCER_REGISTERS],
-        )
+    loads = (k, v, k_desc, v_desc, cache)
+    if PACKED:
+        # Where all sequences are the forward's, as prompts are, nothing else is set up.
+        if sizes.B > 0:
+            start_warps(
+                rows, sizes, queue, queries, loads, pointers, stride_k, QUERY_INVARIANT, FIXED_MAX,
+                FEW, NARROW, PREFETCH, LATE, PRODUCER_REGISTERS,
+            )  # fmt: skip
     else:
-        exchange = queue  # in place of none
-        if NARROW > 0:
-            exchange = Exchange.create(NARROW, DV)
-        gl.warp_specialize(
-            [
-                (consume, (rows, sizes, queue, k, v, queries, exchange, cache, NARROW, FEW)),
-                (produce, (sizes, queue, loads, slots_ptr, rows, queries, PREFETCH, LATE)),
-            ],
-            [1],
-            [PRODUCER_REGISTERS],
-        )
+        start_warps(
+            rows, sizes, queue, queries, loads, pointers, stride_k, QUERY_INVARIANT, FIXED_MAX, FEW,
+            NARROW, PREFETCH, LATE, PRODUCER_REGISTERS,
+        )  # fmt: skip

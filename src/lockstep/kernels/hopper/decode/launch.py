@@ -160,7 +160,7 @@ def _listing(
     if not problem.is_packed:
         return []
     sizes = {name: getattr(problem, name) for name in ("B", "Sq", "Skv", "Hkv")}
-    sizes |= {"n_tiles": tiles_of(problem), "n_slots": n_slots}
+    sizes |= {"n_slots": n_slots}
     sizes |= {"GROUP": problem.Hq // problem.Hkv, "ROWS": ROWS, "EARLY": True}
     sizes |= {"KEYS_PER_ROW": keys_per_row(problem), "SORTS": long is not None}
     names = _renamed(list_tiles, names)

@@ -27,7 +27,7 @@ SPANS, LEAST = gl.constexpr(tiles.SPANS), gl.constexpr(tiles.LEAST)
 BEFORE, BEHIND = gl.constexpr(tiles.BEFORE), gl.constexpr(tiles.BEHIND)
 # Sequences that are looked at together, where they are few and where they are many: each look waits
 # for memory.
-FEW, MANY = gl.constexpr(64), gl.constexpr(tiles.MANY)
+FEW, MANY = gl.constexpr(64), gl.constexpr(128)
 
 
 @aggregate

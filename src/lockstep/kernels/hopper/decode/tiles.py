@@ -27,16 +27,11 @@ from lockstep.kernels.sequences import CHUNK, checked_length, given_bounds, look
 # and behind them; the number of the sequence, that of the tile in it, and where the queries begin.
 KV_LEN, N_Q, SPANS, LEAST, BEFORE, BEHIND, SEQUENCE, Q_TILE, Q_START = range(9)
 FIELDS = 9
-# Tiles that the decode kernel looks at without knowing how many there are: those that there are not
-# have 0 spans.
-MANY = 128
 
 WANTED: tl.constexpr = tl.constexpr(plan.WANTED)
 LEAST_SPAN: tl.constexpr = tl.constexpr(plan.LEAST_SPAN)
 MOST_SPAN: tl.constexpr = tl.constexpr(plan.MOST_SPAN)
 _FIELDS: tl.constexpr = tl.constexpr(FIELDS)
-_SPANS: tl.constexpr = tl.constexpr(SPANS)
-_MANY: tl.constexpr = tl.constexpr(MANY)
 _SLOTS: tl.constexpr = tl.constexpr(MOST_SLOTS)
 # Tiles that are written together.
 _TOGETHER: tl.constexpr = tl.constexpr(32)
@@ -48,14 +43,13 @@ _BEHIND_ALL: tl.constexpr = tl.constexpr(1 << 30)
 def list_tiles(
     cu_seqlens_q_ptr,  # [B + 1]
     kv_lens_ptr,  # [B]
-    tiles_ptr,  # [1 + n_tiles, FIELDS] int32
+    tiles_ptr,  # [1 + tiles, FIELDS] int32
     slots_ptr,  # [n_slots, 3] int32
     sequence_order_ptr,  # `sequence_order.py`
     B,
     Sq,
     Skv,
     Hkv,
-    n_tiles,
     n_slots,
     least_queries,  # of sequences that are the forward's, in tiles of block_q rows
     block_q,
@@ -100,9 +94,6 @@ def list_tiles(
     )  # fmt: skip
     if b == B:
         tl.store(tiles_ptr, before + count)
-        rest = tl.arange(0, _MANY)
-        is_rest = (rest >= before + count) & (rest < n_tiles)
-        tl.store(tiles_ptr + (1 + rest) * _FIELDS + _SPANS, 0, mask=is_rest)
         # There is nothing yet in any slot (`producer.py`).
         slot = tl.arange(0, _SLOTS)
         tl.store(slots_ptr + 3 * slot, -1, mask=slot < n_slots)
