@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
@@ -22,6 +23,8 @@ from lockstep.bench.models.drawn import DrawnCase
 from lockstep.bench.models.inputs import Inputs, make
 from lockstep.bench.models.measure import graphed
 from lockstep.kernels.hopper.decode import launch
+from lockstep.kernels.hopper.forward import ragged_pages
+from lockstep.kernels.hopper.forward.scheduling import tiling
 from lockstep.kernels.launch import Launches
 from lockstep.models import Layer
 from lockstep.output import results
@@ -31,7 +34,10 @@ ROUNDS = 5
 # What runs the sequences that are not long, and what runs those that are; both after a list.
 LIST = ("list_tiles",)
 SHORT, LONG = ("decode_kernel", "fold_slots"), ("forward_kernel",)
-COLUMNS = ("decode for all", "as it is", "without its decode", "without its forward", "FA3")
+COLUMNS = (
+    *("decode for all", "as it is", "keys in one part", "without its decode"),
+    *("without its forward", "FA3"),
+)
 
 
 def _case(
@@ -53,6 +59,8 @@ CASES = (
     _case(0, 0, 256, 1000),
     _case(2048, 1, 0, 32768, 8, 1),
     _case(512, 1, 0, 32768, 8, 1),
+    _case(512, 8, 0, 16_000, 8, 1),
+    _case(512, 1, 40, 8000, 8, 1),
     _case(256, 1, 0, 100_000, 8, 1),
 )
 
@@ -62,9 +70,19 @@ def contenders(inputs: Inputs) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
     tensors = inputs.tensors
     problem = describe(tensors, inputs.case.shape.options)
 
-    def ours(names: tuple[str, ...], split: bool = True) -> Callable[[], tuple[Tensor, ...]]:
-        has_long = launch.has_long_sequences if split else lambda problem: False
-        with mock.patch.object(launch, "has_long_sequences", has_long):
+    def ours(
+        names: tuple[str, ...], split: bool = True, cuts: bool = True
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        with ExitStack() as patches:
+            if not split:
+                patches.enter_context(
+                    mock.patch.object(launch, "has_long_sequences", return_value=False)
+                )
+            if not cuts:
+                for module in (ragged_pages, tiling):
+                    patches.enter_context(
+                        mock.patch.object(module, "cuts_keys", return_value=False)
+                    )
             call = launch.prepare(problem, tensors)
         assert isinstance(call, Launches)
         call.launches = tuple(x for x in call.launches if x.name in names)
@@ -74,12 +92,13 @@ def contenders(inputs: Inputs) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
     found = {
         COLUMNS[0]: ours(everything, split=False),
         COLUMNS[1]: ours(everything),
-        COLUMNS[2]: ours(LIST + LONG),
-        COLUMNS[3]: ours(LIST + SHORT),
+        COLUMNS[2]: ours(everything, cuts=False),
+        COLUMNS[3]: ours(LIST + LONG),
+        COLUMNS[4]: ours(LIST + SHORT),
     }
     peer = flash_peers.fa3()[0].prepare(inputs)
-    found[COLUMNS[4]] = lambda: (peer(),)
-    whole = [found[COLUMNS[i]]()[0] for i in (0, 1, 4)]
+    found[COLUMNS[5]] = lambda: (peer(),)
+    whole = [found[COLUMNS[i]]()[0] for i in (0, 1, 2, 5)]
     for out in whole[1:]:
         torch.testing.assert_close(out, whole[0], rtol=0.02, atol=0.02)
     return {name: graphed(call) for name, call in found.items()}

@@ -17,6 +17,7 @@ from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.folding.fold_plan import MOST_SLOTS
 from lockstep.kernels.hopper.decode.span_rule import least_of, spans_of
 from lockstep.kernels.hopper.decode.tiles import FIELDS, list_tiles
+from lockstep.kernels.hopper.forward.scheduling import part_rule
 from lockstep.kernels.hopper.forward.scheduling.sequence_order import HEAD, NUMBERS
 
 pytestmark = needs_triton
@@ -35,30 +36,37 @@ def tiles_and_order(
     T: int,
     group: int = 4,
     least_queries: int | None = None,
-) -> tuple[list[list[int]], list[list[int]]]:
-    """The tiles of decode, and what stands at each place of the forward, if it has long
-    sequences."""
+    most_parts: int = 1,
+) -> tuple[list[list[int]], list[list[int]], list[list[int]], int]:
+    """The tiles of decode; what stands at each place of the forward, if it has long sequences, of
+    those whose tiles have one part of their keys, and of others; and whether these others count
+    parts."""
     B, n = len(kv_lens), T * group // ROWS + len(kv_lens) + 1
     table = torch.full((1 + n, FIELDS), -9, dtype=torch.int32, device=DEVICE)
     given = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (offsets, kv_lens)]
     n_slots = min(n * Hkv, MOST_SLOTS) - 1
     slots = torch.full((n_slots + 1, 3), 5, dtype=torch.int32, device=DEVICE)
-    order = torch.full((2 + NUMBERS * (B + 1),), -7, dtype=torch.int32, device=DEVICE)
+    size = HEAD + NUMBERS * (B + 1) + 1
+    orders = [torch.full((size,), -7, dtype=torch.int32, device=DEVICE) for _ in range(2)]
+    arrivals = torch.full((701,), -7, dtype=torch.int32, device=DEVICE)
     sizes = (B, T, Skv, Hkv, n_slots, least_queries or T + 1, BLOCK_Q)
+    sizes += (700, most_parts, Hkv * group, 1)
     constants = {"GROUP": group, "ROWS": ROWS, "KEYS_PER_ROW": KEYS_PER_ROW, "EARLY": False}
-    constants["SORTS"] = least_queries is not None
-    list_tiles[(B + 1,)](*given, table, slots, order, *sizes, **constants)
+    constants |= {"SORTS": least_queries is not None, "CUTS": most_parts > 1}
+    list_tiles[(B + 1,)](*given, table, slots, *orders, arrivals, *sizes, **constants)
     assert slots[:, 0].tolist() == [-1] * n_slots + [5]
     count, tiles = int(table[0, 0]), table[1:].tolist()
     assert all(-9 not in x for x in tiles[:count])
     assert all(set(x) == {-9} for x in tiles[count:])
-    assert order[-1] == -7
-    if least_queries is None:
-        assert set(order.tolist()) == {-7}
-        return tiles[:count], []
-    assert order[0] == 0
-    before, bounds = order[HEAD : HEAD + B + 1], order[HEAD + B + 1 : -1].view(B + 1, 4)
-    return tiles[:count], torch.cat([before[:, None], bounds], 1).tolist()
+    assert arrivals.tolist() == [0 if most_parts > 1 else -7] * 700 + [-7]
+    places = []
+    for order, is_there in zip(orders, (least_queries is not None, most_parts > 1), strict=True):
+        assert order[[0, -1]].tolist() == [0 if is_there else -7, -7]
+        before, bounds = order[HEAD : HEAD + B + 1], order[HEAD + B + 1 : -1].view(B + 1, 4)
+        places.append(torch.cat([before[:, None], bounds], 1).tolist())
+        if not is_there:
+            assert set(order.tolist()) == {-7}
+    return tiles[:count], *places, int(orders[1][1])
 
 
 def expected(kv_len: int, n_q: int, b: int, tile: int, start: int, group: int = 4) -> list[int]:
@@ -86,19 +94,20 @@ def test_wrong_numbers_have_no_keys_and_every_row_has_a_tile():
     assert [(x[0], x[8], x[8] + x[1]) for x in found] == [(-1, 0, 10), (-1, 10, 20)]
 
 
+@pytest.mark.parametrize("most_parts", [1, 4])
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("B", [1, 7, 300])
-def test_long_sequences_are_the_forward_s_and_all_others_have_tiles(B, wrong):
+def test_long_sequences_are_the_forward_s_and_all_others_have_tiles(B, wrong, most_parts):
     draws = random.Random(B)
     q_lens = [draws.choice((0, 1, 127, 128, 500)) for _ in range(B)]
-    kv_lens = [draws.choice((-3, 0, 77, 900, 9001)) for _ in range(B)]
+    kv_lens = [draws.choice((-3, 0, 77, 900, 8999, 9001)) for _ in range(B)]
     offsets = [sum(q_lens[:b]) for b in range(B + 1)]
     T = offsets[-1] + 400  # rows of no sequence, which are not the forward's
     given, right = list(offsets), [True] * (B + 1)
     if wrong:
         given[B // 2 + 1] = T + 1
         offsets, right = clean(given, T)
-    found, places = tiles_and_order(given, kv_lens, T, 8, least_queries=128)
+    found, whole, cut, counts_parts = tiles_and_order(given, kv_lens, T, 1, 128, most_parts)
 
     ends = [*offsets[1:], T]
     n_q = [end - start for start, end in zip(offsets, ends, strict=True)]
@@ -106,18 +115,31 @@ def test_long_sequences_are_the_forward_s_and_all_others_have_tiles(B, wrong):
     keys = [*(n if right[b] and right[b + 1] else -1 for b, n in enumerate(keys)), -1]
     is_long = [n >= 128 and b < B for b, n in enumerate(n_q)]
     assert found == [
-        expected(keys[b], n_q[b], b, tile, offsets[b], 8)
-        for b in range(B + 1) if not is_long[b] for tile in range(-(-n_q[b] * 8 // ROWS))
+        expected(keys[b], n_q[b], b, tile, offsets[b], 1)
+        for b in range(B + 1) if not is_long[b] for tile in range(-(-n_q[b] // ROWS))
     ]  # fmt: skip
 
-    long = [b for b in range(B) if is_long[b]]
-    # By wrong offsets, in the order of the batch.
-    tiles = 0
-    for place, b in enumerate(long if wrong else sorted(long, key=lambda b: -keys[b])):
-        assert places[place] == [tiles, offsets[b], n_q[b], b, keys[b]]
-        tiles += -(-n_q[b] // BLOCK_Q)
-    rest = places[len(long) :]
-    assert all(x[1:] == [0, 0, 0, 0] for x in rest)
-    # The first place is looked at even if it is none.
-    assert all(x[0] > tiles for x in rest[not long :])
-    assert long or rest[0][0] == 0
+    def n_parts(b: int) -> int:
+        n = kv_lens[b] if 0 <= kv_lens[b] <= Skv else -1
+        tiles = -(-n_q[b] // BLOCK_Q) * Hkv
+        rule = part_rule.WANTED, most_parts, part_rule.LEAST_KEYS
+        return int(part_rule.parts_of.fn(tiles, n - n_q[b], *rule))
+
+    all_parts = sum(
+        n_parts(b) * -(-n_q[b] // BLOCK_Q) for b in range(B) if is_long[b] and n_parts(b) > 1
+    )
+    for is_cut, places in ((False, whole), (True, cut))[:most_parts]:
+        long = [b for b in range(B) if is_long[b] and (n_parts(b) > 1) == is_cut]
+        counts = is_cut and not wrong and all_parts * Hkv <= part_rule.UNITS
+        if is_cut and long:
+            assert counts_parts == counts
+        # By wrong offsets, in the order of the batch.
+        tiles = 0
+        for place, b in enumerate(long if wrong else sorted(long, key=lambda b: -keys[b])):
+            assert places[place] == [tiles, offsets[b], n_q[b], b, keys[b]]
+            tiles += -(-n_q[b] // BLOCK_Q) * (n_parts(b) if counts else 1)
+        rest = places[len(long) :]
+        assert all(x[1:] == [0, 0, 0, 0] for x in rest)
+        # The first place is looked at even if it is none.
+        assert all(x[0] > tiles for x in rest[not long :])
+        assert long or rest[0][0] == 0

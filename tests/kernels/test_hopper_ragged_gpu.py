@@ -32,8 +32,8 @@ KINDS = {
 
 def serve(q_lens=Q_LENS, kv_lens=KV_LENS, **sizes):
     """A case whose sequences have these queries and keys."""
-    sizes = {"Hq": 32, "Hkv": 8} | sizes
-    alike = paged(Sq=max(q_lens), Skv=1000, B=len(q_lens), kv_lens=kv_lens, **sizes)
+    sizes = {"Hq": 32, "Hkv": 8, "Skv": 1000} | sizes
+    alike = paged(Sq=max(q_lens), B=len(q_lens), kv_lens=kv_lens, **sizes)
     return ragged(alike, q_lens)
 
 

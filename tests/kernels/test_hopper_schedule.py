@@ -16,12 +16,12 @@ from lockstep.problem import Options, describe
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
-from schedule_in_python import as_python
+from schedule_in_python import Keys, as_python
 
 from lockstep.kernels.hopper.common.sizes import ROWS
 from lockstep.kernels.hopper.forward import grouped_rows, groups
 from lockstep.kernels.hopper.forward.plan import plan_of
-from lockstep.kernels.hopper.forward.scheduling import schedule
+from lockstep.kernels.hopper.forward.scheduling import pairs, schedule
 from lockstep.kernels.hopper.forward.scheduling.schedule import (
     BY_HEAD,
     LONGEST_FIRST,
@@ -30,13 +30,15 @@ from lockstep.kernels.hopper.forward.scheduling.schedule import (
 )
 from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling, turn_of
 
-FUNCTIONS = ("next", "tile", "_part", "_dense_tile", "pair_rounds", "_paired", "_left_by_pairs")
-FUNCTIONS += ("_heads_of", "n_rows")
+FUNCTIONS = ("next", "tile", "_part", "_dense_tile", "_heads_of", "n_rows")
+OF_PAIRS = (pairs.pair_rounds, pairs.paired, pairs.left_by_pairs)
 PROGRAM = SimpleNamespace(id=0, number=1)  # that runs, and of how many
 
 
 class Dense(SimpleNamespace):
     """The `Schedule` of a dense launch, run by Python."""
+
+    PARTS = False
 
     def places(self) -> list[tuple[int, int, int]]:
         """Head, first row and the row behind the last of all that PROGRAM works on, in order."""
@@ -50,12 +52,13 @@ class Dense(SimpleNamespace):
 
 def add_functions() -> None:
     space = {name: getattr(schedule, name).value for name in ("PAIRED", "BY_HEAD", "LONGEST_FIRST")}
-    space["SINGLE_ROUNDS"] = schedule.SINGLE_ROUNDS.value
+    space["SINGLE_ROUNDS"] = pairs.SINGLE_ROUNDS.value
     space["ROWS"] = ROWS
     space["grouped_rows"] = SimpleNamespace(n_rows=as_python(grouped_rows.n_rows))
-    space["Tile"] = lambda exists, head, _kv, _batch, q_idx, _q_start, _kv_start, len_q, _len_kv: (
+    space["Tile"] = lambda exists, head, _kv, _batch, q_idx, _q_start, _kv_start, len_q, *_: (
         SimpleNamespace(exists=bool(exists), place=(head, q_idx, len_q))
     )
+    space["Keys"] = Keys
     space["gl"] = SimpleNamespace(
         maximum=max,
         minimum=min,
@@ -64,6 +67,10 @@ def add_functions() -> None:
         program_id=lambda _: PROGRAM.id,
         num_programs=lambda _: PROGRAM.number,
     )
+    for function in OF_PAIRS:
+        source = inspect.getsource(function.fn).partition("\n")[2]
+        exec("from __future__ import annotations\n" + source, space)
+    space["pairs"] = SimpleNamespace(**{x.fn.__name__: space[x.fn.__name__] for x in OF_PAIRS})
     for name in FUNCTIONS:
         source = inspect.getsource(getattr(Schedule, name).fn).partition("\n")[2]
         exec("from __future__ import annotations\n" + textwrap.dedent(source), space)

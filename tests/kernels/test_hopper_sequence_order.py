@@ -27,7 +27,7 @@ def sort(
 ) -> list[list[int]]:
     """What stands at each place: tiles before it, and where its sequence lies; and the ends."""
     P = len(offsets[0])
-    order = torch.full((2 + NUMBERS * P,), -7, dtype=torch.int32, device=DEVICE)
+    order = torch.full((HEAD + 1 + NUMBERS * P,), -7, dtype=torch.int32, device=DEVICE)
     given = [torch.tensor(x, dtype=dtype, device=DEVICE) for x in offsets]
     sort_sequences_kernel[(-(-P // SEQUENCES),)](
         *given, order, P - 1, *T, BLOCK_Q, group, short_keys, SEQUENCES, OTHERS, False

@@ -50,3 +50,13 @@ def of_threads(x, l):
 def of_rows(x, LAYOUT: gl.constexpr):
     """[BLOCK_Q] of what the threads that share a row have in common."""
     return gl.convert_layout(gl.max(x, 1), LAYOUT)
+
+
+@gluon.jit
+def of_first_thread(x):
+    """x [BLOCK_Q] as the first of the threads that share a row has it: each may have worked out
+    another last bit."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, 0, 0x1c1f, 0xffffffff;",
+        "=f,f", [x], gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip

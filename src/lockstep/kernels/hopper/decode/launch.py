@@ -139,7 +139,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
             decode,
             # The forward has room on SMs that are done with decode before others, if the second
             # kernel does not wait there.
-            *([] if long is None else [long.launch]),
+            *([] if long is None else long.launches),
             *([] if is_folded else [fold]),
         ],
         kept={} if lengths is None else {"lengths": lengths},
@@ -166,10 +166,13 @@ def _listing(
     names = _renamed(list_tiles, names)
     if long is None:
         # No sequence has as many queries, and there is no order.
-        sizes |= {"least_queries": problem.Sq + 1, "block_q": ROWS}
-        names["sequence_order"] = "slots"
+        sizes |= {"least_queries": problem.Sq + 1, "block_q": ROWS, "Hq": problem.Hq}
+        sizes |= {"n_arrivals": 0, "most_parts": 1, "diagonal": 0, "CUTS": False}
+        names |= dict.fromkeys(("sequence_order", "cut_order", "tile_arrivals"), "slots")
     else:
         sizes |= long.sorting
+        if not sizes["CUTS"]:
+            names |= dict.fromkeys(("cut_order", "tile_arrivals"), "slots")
     return [Launch(list_tiles, (problem.B + 1,), sizes, names=names, num_warps=1)]
 
 

@@ -18,6 +18,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.folding.fold_plan import MOST_SLOTS
 from lockstep.kernels.hopper.decode.span_rule import least_of, spans_of
+from lockstep.kernels.hopper.forward.scheduling import part_rule
+from lockstep.kernels.hopper.forward.scheduling.part_rule import parts_of
 from lockstep.kernels.hopper.forward.scheduling.sequence_order import store_place
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.sequences import CHUNK, checked_length, given_bounds, look_at, next_clean
@@ -31,6 +33,9 @@ FIELDS = 9
 WANTED: tl.constexpr = tl.constexpr(plan.WANTED)
 LEAST_SPAN: tl.constexpr = tl.constexpr(plan.LEAST_SPAN)
 MOST_SPAN: tl.constexpr = tl.constexpr(plan.MOST_SPAN)
+PARTS_WANTED: tl.constexpr = tl.constexpr(part_rule.WANTED)
+LEAST_KEYS: tl.constexpr = tl.constexpr(part_rule.LEAST_KEYS)
+UNITS: tl.constexpr = tl.constexpr(part_rule.UNITS)
 _FIELDS: tl.constexpr = tl.constexpr(FIELDS)
 _SLOTS: tl.constexpr = tl.constexpr(MOST_SLOTS)
 # Tiles that are written together.
@@ -45,7 +50,9 @@ def list_tiles(
     kv_lens_ptr,  # [B]
     tiles_ptr,  # [1 + tiles, FIELDS] int32
     slots_ptr,  # [n_slots, 3] int32
-    sequence_order_ptr,  # `sequence_order.py`
+    sequence_order_ptr,  # `sequence_order.py`: of long sequences
+    cut_order_ptr,  # and of those of them whose tiles have several parts of their keys
+    tile_arrivals_ptr,  # [n_arrivals], `forward/key_parts.py`
     B,
     Sq,
     Skv,
@@ -53,40 +60,48 @@ def list_tiles(
     n_slots,
     least_queries,  # of sequences that are the forward's, in tiles of block_q rows
     block_q,
+    n_arrivals,
+    most_parts,  # of a tile of these
+    Hq,
+    diagonal,  # 1 if queries see no keys behind their own, 0 if they do
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS_PER_ROW: tl.constexpr,
     SORTS: tl.constexpr,  # long sequences are the forward's
+    CUTS: tl.constexpr,  # tiles of some may have several parts
     EARLY: tl.constexpr,  # the next kernel may start before this one ends, and waits itself
 ):
     """Programs [B + 1], each for a sequence, the last for rows that belong to none."""
     if EARLY:
         gdc_launch_dependents()
     b = tl.program_id(0)
-    q_start, q_end, is_good, before, n_long, long_tiles, is_any_wrong = _find(
-        b, cu_seqlens_q_ptr, B, Sq, least_queries, block_q, GROUP, ROWS
+    rule = (least_queries, block_q, most_parts, Hq, diagonal)
+    q_start, q_end, is_good, before, whole, cut, is_any_wrong = _find(
+        b, cu_seqlens_q_ptr, kv_lens_ptr, B, Sq, Skv, rule, GROUP, ROWS
     )
     n_q = (q_end - q_start).to(tl.int32)
-    kv_len, is_length = checked_length(kv_lens_ptr, b, Skv, B)
-    kv_len = tl.where(is_good & is_length, kv_len, -1)
     q_start = q_start.to(tl.int32)
+    given_len = _checked_keys(kv_lens_ptr, b, Skv, B)
+    kv_len = tl.where(is_good, given_len, -1)
     is_long = False
     if SORTS:
         # Rows of no sequence stay here, however many.
         is_long = (n_q >= least_queries) & (b < B)
-        if is_long:
-            if not is_any_wrong:
-                n_long, long_tiles = _count_longer(
-                    b, kv_len, cu_seqlens_q_ptr, kv_lens_ptr, B, Sq, Skv, least_queries, block_q
-                )
-            store_place(
-                sequence_order_ptr, B, n_long, long_tiles, q_start, n_q, b, kv_len, True
-            )  # fmt: skip
-        else:
-            # Behind those of the forward, the last sequence first.
-            place = B - (b - n_long)
-            none = tl.where(place == 0, 0, _BEHIND_ALL)
-            store_place(sequence_order_ptr, B, place, none, 0, 0, 0, 0, True)
+        is_cut = _tile_parts(n_q, given_len, rule) > 1
+        is_cut = is_cut & is_long
+        has_slot_each = b * 0
+        if is_long & (is_any_wrong == 0):
+            place, tiles, has_slot_each = _count_longer(
+                b, given_len, is_cut, cu_seqlens_q_ptr, kv_lens_ptr, B, Sq, Skv, rule
+            )
+            whole = (tl.where(is_cut, whole[0], place), tiles)
+            cut = (tl.where(is_cut, place, cut[0]), tiles)
+        is_whole = is_long & (is_cut == 0)
+        _store_place(sequence_order_ptr, B, b, is_whole, whole, q_start, n_q, kv_len)
+        if CUTS:
+            _store_place(cut_order_ptr, B, b, is_cut, cut, q_start, n_q, kv_len)
+            # All sequences of this order say the same.
+            tl.store(cut_order_ptr + 1, has_slot_each, mask=is_cut)
     count = tl.where(is_long, 0, tl.cdiv(n_q * GROUP, ROWS))
     _write_tiles(
         tiles_ptr + (1 + before) * _FIELDS, count, b, q_start, n_q, kv_len, Hkv, GROUP, ROWS,
@@ -99,15 +114,38 @@ def list_tiles(
         tl.store(slots_ptr + 3 * slot, -1, mask=slot < n_slots)
         if SORTS:
             tl.store(sequence_order_ptr, 0)
+        if CUTS:
+            tl.store(cut_order_ptr, 0)
+            for first in range(0, n_arrivals, _SLOTS):
+                tl.store(tile_arrivals_ptr + first + slot, 0, mask=first + slot < n_arrivals)
 
 
 @triton.jit
-def _find(b, cu_ptr, B, Sq, least_queries, block_q, GROUP: tl.constexpr, ROWS: tl.constexpr):
+def _checked_keys(kv_lens_ptr, b, Skv, B):
+    """How many keys sequences b have, -1 if that is wrong, or b is B or more."""
+    keys, is_length = checked_length(kv_lens_ptr, b, Skv, B)
+    return tl.where(is_length & (b < B), keys, -1)
+
+
+@triton.jit
+def _tile_parts(n_q, keys, rule):
+    """How many parts the keys of a tile have in sequences of so many queries and keys."""
+    _least_queries, block_q, most_parts, Hq, diagonal = rule
+    tiles = tl.cdiv(n_q, block_q) * Hq
+    return parts_of(tiles, keys - n_q * diagonal, PARTS_WANTED, most_parts, LEAST_KEYS)
+
+
+@triton.jit
+def _find(
+    b, cu_ptr, kv_lens_ptr, B, Sq, Skv, rule, GROUP: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
     """Where sequence b begins and ends, and whether these are its own numbers (`sequences.py`); how
-    many tiles are before its own, how many long sequences, and how many tiles these have; and
-    whether any offset is wrong."""
+    many tiles are before its own; how many long sequences are, and if any offset is wrong, their
+    tiles, of those whose tiles have one part and of others; and whether one is wrong."""
+    least_queries, block_q, _most_parts, _Hq, _diagonal = rule
     tiles = tl.zeros([CHUNK], tl.int32)
-    long = tl.zeros([CHUNK], tl.int32)
+    whole = tl.zeros([CHUNK], tl.int32)
+    cut = tl.zeros([CHUNK], tl.int32)
     wrong = tl.zeros([CHUNK], tl.int32)
     for first in range(0, B + 1, CHUNK):
         other = first + tl.arange(0, CHUNK)
@@ -116,9 +154,12 @@ def _find(b, cu_ptr, B, Sq, least_queries, block_q, GROUP: tl.constexpr, ROWS: t
         wrong |= is_wrong.to(tl.int32)
         n_q = tl.where(other < b, end - start, 0).to(tl.int32)
         is_long = n_q >= least_queries
+        is_cut = _tile_parts(n_q, _checked_keys(kv_lens_ptr, other, Skv, B), rule) > 1
         tiles += tl.where(is_long, 0, tl.cdiv(n_q * GROUP, ROWS))
-        long += is_long.to(tl.int32)
-    before, n_long, long_tiles = tl.sum(tiles, 0), tl.sum(long, 0), b * 0
+        whole += (is_long & (is_cut == 0)).to(tl.int32)
+        cut += (is_long & is_cut).to(tl.int32)
+    before, n_whole, n_cut = tl.sum(tiles, 0), tl.sum(whole, 0), tl.sum(cut, 0)
+    whole_tiles, cut_tiles = b * 0, b * 0
     q_start, q_end = given_bounds(b, cu_ptr, B, Sq)
     is_good = b < B
     is_any_wrong = tl.max(wrong, 0) != 0
@@ -126,38 +167,67 @@ def _find(b, cu_ptr, B, Sq, least_queries, block_q, GROUP: tl.constexpr, ROWS: t
         # By offsets of which none is wrong, a step for each sequence before.
         given_start, given_end = q_start, q_end
         q_start, q_end = given_start * 0, given_start * 0
-        before, n_long = b * 0, b * 0
+        before, n_whole, n_cut = b * 0, b * 0, b * 0
         for i in range(1, b + 2):
+            # The first has no queries, and is none.
             n_q = (q_end - q_start).to(tl.int32)
             is_long = n_q >= least_queries
+            keys = _checked_keys(kv_lens_ptr, tl.maximum(i - 2, 0), Skv, B)
+            is_cut = is_long & (_tile_parts(n_q, keys, rule) > 1)
+            is_whole = is_long & (is_cut == 0)
             before += tl.where(is_long, 0, tl.cdiv(n_q * GROUP, ROWS))
-            n_long += is_long.to(tl.int32)
-            long_tiles += tl.where(is_long, tl.cdiv(n_q, block_q), 0)
+            n_whole += is_whole.to(tl.int32)
+            n_cut += is_cut.to(tl.int32)
+            whole_tiles += tl.where(is_whole, tl.cdiv(n_q, block_q), 0)
+            cut_tiles += tl.where(is_cut, tl.cdiv(n_q, block_q), 0)
             q_start = q_end
             q_end = next_clean(q_end, i, cu_ptr, B, Sq)
         is_good = is_good & (q_start == given_start) & (q_end == given_end)
-    return q_start, q_end, is_good, before, n_long, long_tiles, is_any_wrong
+    return (
+        q_start, q_end, is_good, before, (n_whole, whole_tiles), (n_cut, cut_tiles), is_any_wrong,
+    )  # fmt: skip
 
 
 @triton.jit
-def _count_longer(
-    b, kv_len, cu_seqlens_q_ptr, kv_lens_ptr, B, Sq, Skv, least_queries, block_q
-):  # fmt: skip
-    """How many long sequences have more keys than b, or as many and are before it; and how many
-    tiles these have for the forward, by offsets of which none is wrong."""
+def _count_longer(b, my_keys, is_cut, cu_ptr, kv_lens_ptr, B, Sq, Skv, rule):
+    """How many long sequences have more keys than b, or as many and are before it, of those whose
+    tiles have several parts, or of others; how many tiles these have for the forward, or parts of
+    tiles; and whether it is parts, since these are few enough in all sequences. By offsets of which
+    none is wrong."""
+    least_queries, block_q, _most_parts, Hq, _diagonal = rule
     number = tl.zeros([CHUNK], tl.int32)
     tiles = tl.zeros([CHUNK], tl.int32)
+    parts = tl.zeros([CHUNK], tl.int32)
+    all_parts = tl.zeros([CHUNK], tl.int32)
     for first in range(0, B, CHUNK):
         other = first + tl.arange(0, CHUNK)
-        start, end = given_bounds(other, cu_seqlens_q_ptr, B, Sq)
+        start, end = given_bounds(other, cu_ptr, B, Sq)
         n_q = (end - start).to(tl.int32)
-        keys, is_length = checked_length(kv_lens_ptr, other, Skv, B)
-        keys = tl.where(is_length, keys, -1)
-        comes_first = (keys > kv_len) | ((keys == kv_len) & (other < b))
-        comes_first = comes_first & (n_q >= least_queries) & (other < B)
+        keys = _checked_keys(kv_lens_ptr, other, Skv, B)
+        n_parts = _tile_parts(n_q, keys, rule)
+        is_alike = (n_q >= least_queries) & (other < B) & ((n_parts > 1) == is_cut)
+        n_tiles = tl.where(is_alike, tl.cdiv(n_q, block_q), 0)
+        comes_first = is_alike & ((keys > my_keys) | ((keys == my_keys) & (other < b)))
         number += comes_first.to(tl.int32)
-        tiles += tl.where(comes_first, tl.cdiv(n_q, block_q), 0)
-    return tl.sum(number, 0), tl.sum(tiles, 0)
+        tiles += tl.where(comes_first, n_tiles, 0)
+        parts += tl.where(comes_first, n_tiles * n_parts, 0)
+        all_parts += n_tiles * n_parts
+    has_slot_each = is_cut & (tl.sum(all_parts, 0) * Hq <= UNITS)
+    before = tl.where(has_slot_each, tl.sum(parts, 0), tl.sum(tiles, 0))
+    return tl.sum(number, 0), before, has_slot_each.to(tl.int32)
+
+
+@triton.jit
+def _store_place(order_ptr, B, b, is_there, before, q_start, n_q, kv_len):
+    """Write the place of sequence b in an order, with so many sequences and tiles `before` it. One
+    that is not there stands behind all that are, the last of the batch first."""
+    place = tl.where(is_there, before[0], B - (b - before[0]))
+    # The first place is looked at even if it is none.
+    tiles = tl.where(is_there, before[1], tl.where(place == 0, 0, _BEHIND_ALL))
+    store_place(
+        order_ptr, B, place, tiles, tl.where(is_there, q_start, 0), tl.where(is_there, n_q, 0),
+        tl.where(is_there, b, 0), tl.where(is_there, kv_len, 0), True,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -7,6 +7,7 @@ scheduling/        which tile is next, and which keys it sees
 consumer.py        a warpgroup that computes
 products.py        its products, on their way to the tensor cores and back
 stores.py          its results, on their way to memory
+key_parts.py       results of tiles whose keys several programs share
 steps.py           its steps through the blocks of a tile
 flow.py            all tiles in one loop, for calls with few keys
 spans/             steps and loops of query-invariant builds

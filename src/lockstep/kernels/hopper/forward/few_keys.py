@@ -56,7 +56,7 @@ from lockstep.kernels.hopper.forward.cleaning import Cleaned
 from lockstep.kernels.hopper.forward.program import Build, Program, Results, Rows, normalize
 from lockstep.kernels.hopper.forward.scheduling.failed_tiles import FailedTiles
 from lockstep.kernels.hopper.forward.scheduling.schedule import Schedule
-from lockstep.kernels.hopper.forward.scheduling.tile import Tile
+from lockstep.kernels.hopper.forward.scheduling.tile import Keys, Tile
 from lockstep.kernels.hopper.forward.scheduling.tile_queue import TileQueue
 from lockstep.kernels.hopper.forward.second_pass import attend_second_pass, replace_rows
 from lockstep.kernels.launch import unspecialized
@@ -119,6 +119,7 @@ class Work:
             self.kv_start,
             self.Sq,
             self.Skv,
+            Keys.every(self.Sq),
         )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon
@@ -22,8 +22,9 @@ from lockstep.kernels.hopper.forward.cleaning import CLEANER_WARPS, Cleaned, cle
 from lockstep.kernels.hopper.forward.consumer import consume
 from lockstep.kernels.hopper.forward.program import Build, Program, Results
 from lockstep.kernels.hopper.forward.scheduling.failed_tiles import FailedTiles
+from lockstep.kernels.hopper.forward.scheduling.packed_sequences import has_sequences
 from lockstep.kernels.hopper.forward.scheduling.schedule import Schedule
-from lockstep.kernels.hopper.forward.scheduling.scheduler import schedule_tiles
+from lockstep.kernels.hopper.forward.scheduling.scheduler import end_beside_others, schedule_tiles
 from lockstep.kernels.hopper.forward.scheduling.tile_queue import TileQueue
 from lockstep.kernels.hopper.forward.second_pass import produce_second_pass
 from lockstep.kernels.hopper.forward.sending import send_block, send_queries
@@ -103,6 +104,15 @@ class Numbers(NamedTuple):
     kv_batch_rows: Any
     l2_keys: Any
     turn: Any
+    parts: Any
+
+
+class PartPointers(NamedTuple):
+    """The parts of tiles whose keys have several: `key_parts.py`."""
+
+    tile_parts_ptr: Any  # [slots, BLOCK_Q, DV_COLUMNS] fp32
+    tile_part_lse_ptr: Any  # [slots, BLOCK_Q] fp32
+    tile_arrivals_ptr: Any  # [slots, CONSUMERS] int32
 
 
 class PageNumbers(NamedTuple):
@@ -265,6 +275,7 @@ def forward_kernel(
     pointers: RowPointers,
     sequences: SequencePointers,
     page_table_ptr,  # [B, ·]
+    part_memory: PartPointers,
     scale,
     softcap,
     strides: RowStrides,
@@ -296,7 +307,12 @@ def forward_kernel(
     SPLIT: gl.constexpr,  # tiles may be: schedule.py
     HEADS: gl.constexpr,  # of a group that come together, 0 if a tile has one: grouped_rows.py
     OUT_COLUMNS: gl.constexpr,  # that leave through shared memory at once, where groups share tiles
+    PARTS: gl.constexpr,  # keys of a tile may have several: key_parts.py
+    EARLY: gl.constexpr,  # the kernel behind needs nothing of this one
 ):
+    if EARLY:
+        # It has the SMs that this one leaves.
+        gdc_launch_dependents()
     EXACT: gl.constexpr = FIXED_MAX
     CLEANS: gl.constexpr = CONSTANT_TIME and (HAS_LEFT or HAS_RIGHT)
     CLEANERS: gl.constexpr = 1 if CLEANS else 0
@@ -310,14 +326,15 @@ def forward_kernel(
     Q_IN_REGISTERS: gl.constexpr = CONSTANT_TIME and D_COLUMNS == 128 and not (HAS_LEFT or ONE_LOOP)
     BY_BITS: gl.constexpr = CONSTANT_TIME and STAGES & (STAGES - 1) == 0
     schedule = Schedule(
-        numbers, sequences, LAYOUT, HAS_LEFT, HAS_RIGHT, CONSUMERS * ROWS, BLOCK_KV, SPLIT, HEADS
-    )
+        numbers, sequences, LAYOUT, HAS_LEFT, HAS_RIGHT, CONSUMERS * ROWS, BLOCK_KV, SPLIT, HEADS,
+        PARTS,
+    )  # fmt: skip
     k_ring = create_ring(k_desc, STAGES, CONSUMERS, D_COLUMNS, BLOCK_KV, PAGE_ROWS, BY_BITS)
     v_ring = create_ring(v_desc, STAGES, CONSUMERS, DV_COLUMNS, BLOCK_KV, PAGE_ROWS, BY_BITS)
     # Pages come in so many boxes of 64 columns that one warp would take longer to send them than
     # consumers need for a block.
     PRODUCERS: gl.constexpr = 2 if PAGE_ROWS and D_COLUMNS > 64 else 1
-    tile_queue = TileQueue.create(CONSUMERS + PRODUCERS + CLEANERS, LAYOUT == "varlen")
+    tile_queue = TileQueue.create(CONSUMERS + PRODUCERS + CLEANERS, LAYOUT == "varlen", PARTS)
     failed, cleaned = create_notes(schedule, k_ring, SECOND_PASS, CLEANS, CONSUMERS, STAGES)
     program = Program(
         schedule, k_ring, v_ring,
@@ -331,13 +348,27 @@ def forward_kernel(
         scale, softcap,
     )  # fmt: skip
     results = Results(
-        pointers, strides.row_stride_b, strides.row_stride_h, strides.row_stride_s, Dv
+        pointers,
+        strides.row_stride_b,
+        strides.row_stride_h,
+        strides.row_stride_s,
+        Dv,
+        part_memory,
     )
     if LAYOUT == "varlen" and not PAGE_ROWS:
         # The kernel that sorts the sequences lets this one start before it ends. Of sequences in
         # pages, decode comes between the two: it waits, and lets this one start behind that.
         gdc_wait()
-    start_warps(
-        program, results, q_desc, k_desc, v_desc, o_desc, D_COLUMNS, DV_COLUMNS, OUT_COLUMNS,
-        PRODUCERS, CONSUMER_REGISTERS, SERVER_REGISTERS,
-    )  # fmt: skip
+    if LAYOUT == "varlen" and PAGE_ROWS:
+        if has_sequences(schedule):
+            start_warps(
+                program, results, q_desc, k_desc, v_desc, o_desc, D_COLUMNS, DV_COLUMNS,
+                OUT_COLUMNS, PRODUCERS, CONSUMER_REGISTERS, SERVER_REGISTERS,
+            )  # fmt: skip
+        else:
+            end_beside_others()
+    else:
+        start_warps(
+            program, results, q_desc, k_desc, v_desc, o_desc, D_COLUMNS, DV_COLUMNS, OUT_COLUMNS,
+            PRODUCERS, CONSUMER_REGISTERS, SERVER_REGISTERS,
+        )  # fmt: skip

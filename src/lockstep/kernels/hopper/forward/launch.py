@@ -17,6 +17,7 @@ from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
 from lockstep.kernels.hopper.forward.groups import (
     BOX,
     heads_of_box,
+    n_tiles,
     rows_of_group,
     takes_one_loop,
     tile_heads,
@@ -52,6 +53,12 @@ from lockstep.kernels.hopper.forward.plan import (
     plan_of,
     value_columns,
 )
+from lockstep.kernels.hopper.forward.scheduling.part_memory import (
+    PART_NAMES,
+    clear_launch,
+    part_memory,
+)
+from lockstep.kernels.hopper.forward.scheduling.part_rule import most_parts
 from lockstep.kernels.hopper.forward.scheduling.schedule import UNSORTED
 from lockstep.kernels.hopper.forward.scheduling.sequence_order import order_buffer, sort_launch
 from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling, n_programs, splits_tiles
@@ -82,6 +89,7 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
     order = None
     block_q, group = plan_of(problem).block_q, 1
     aligned: dict[str, Buffer] = {}
+    parts: dict[str, Buffer] = {}
     align: list[Launch] = []
     if has_narrow_window(problem):
         tiles, block_q = window_tiling(problem, n_processors), sizes_of(problem).chunk
@@ -95,7 +103,13 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
     else:
         tiles, group = Tiling.of(problem, n_processors), rows_of_group(problem)
         placed, aligned, align = align_launches(problem, fitted)
-        launches = [forward_launch(problem, tensors.q, placed, tiles, n_processors, aligned)]
+        has_parts = most_parts(problem, n_tiles(problem.Sq, group, block_q)) > 1
+        launches = [
+            forward_launch(problem, tensors.q, placed, tiles, n_processors, aligned, has_parts)
+        ]
+        if has_parts:
+            parts = part_memory(problem, n_processors)
+            launches.insert(0, clear_launch(problem, n_processors))
     if problem.layout == "varlen":
         sorts = tiles.order != UNSORTED.value
         order = order_buffer(problem, tiles.n_tickets, sorts)
@@ -115,7 +129,7 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
         tensors.q.device,
         Tensors._fields,
         results | ({} if problem.is_paged else statistics),
-        {"sequence_order": order} | aligned | (statistics if problem.is_paged else {}),
+        {"sequence_order": order} | aligned | parts | (statistics if problem.is_paged else {}),
         launches,
         fit=partial(_with_copies, copied) if copied else None,
         finish=_without_statistics if problem.is_paged else None,
@@ -138,15 +152,24 @@ def forward_launch(
     tiles: Tiling,
     n_processors: int,
     aligned: Collection[str] = (),
+    parts: bool = False,
+    early: bool = False,
 ) -> Launch:
     """The launch of `forward_kernel`; results lie as q does, of which `fitted` may have a copy.
-    Keys and values may be `aligned`."""
+    Keys and values may be `aligned`. With `parts`, tiles may have several of their keys; of packed
+    sequences, it is for those whose tiles have. `early`: the next kernel need not wait for it."""
+    names = names_of(problem)
+    if parts and problem.is_packed:
+        names["sequence_order"] = "cut_order"
+    elif not parts:
+        names |= dict.fromkeys(PART_NAMES, "lse")
+    numbers = _numbers(problem, q, fitted, tiles) | _constants(problem)
     return Launch(
         forward_kernel,
         (n_programs(problem, tiles, n_processors),),
-        _numbers(problem, q, fitted, tiles) | _constants(problem),
+        numbers | {"PARTS": parts, "EARLY": early},
         maps=_maps(problem, q, fitted),
-        names=names_of(problem) | {name: x for name, x in NAMES.items() if x in aligned},
+        names=names | {name: x for name, x in NAMES.items() if x in aligned},
         num_warps=4,
         maxnreg=REGISTERS[plan_of(problem).consumers][0],
         launch_pdl=problem.is_packed,
@@ -305,6 +328,7 @@ def _numbers(
         "right": limit_of(right),
         **key_numbers(problem, fitted, rows_of_group(problem)),
         "turn": tiles.turn,
+        "parts": tiles.parts,
         "page_size": problem.page_size or 0,
     }
 

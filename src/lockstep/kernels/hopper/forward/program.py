@@ -223,6 +223,9 @@ class Rows:
         n = self.row_end
         if schedule.HAS_LEFT:
             n = n - gl.maximum(self.row_begin, 0)
+        elif schedule.PARTS:
+            n = gl.minimum(n, self.tile_end * schedule.BLOCK_KV)
+            n = n - self.tile_begin * schedule.BLOCK_KV
         return n
 
     @gluon.jit
@@ -268,13 +271,21 @@ class Results:
     lse_ptr: gl.tensor
     statistics_ptr: gl.tensor
     sinks_ptr: gl.tensor
+    parts_ptr: gl.tensor  # `key_parts.py`
+    part_lse_ptr: gl.tensor
+    arrivals_ptr: gl.tensor
     stride_b: gl.tensor
     stride_h: gl.tensor
     stride_s: gl.tensor
     Dv: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, pointers, stride_b, stride_h, stride_s, Dv):
+    def __init__(self, pointers, stride_b, stride_h, stride_s, Dv, parts=None):
+        # Where no tile has parts, anything may stand for these.
+        parts = (pointers[0],) * 3 if parts is None else parts
+        self.parts_ptr = parts[0]
+        self.part_lse_ptr = parts[1]
+        self.arrivals_ptr = parts[2]
         self.out_ptr = pointers[0]
         self.lse_ptr = pointers[1]
         self.statistics_ptr = pointers[2]
@@ -298,7 +309,11 @@ class Results:
             row = tile.q_idx + c * ROWS + gl.arange(0, ROWS, layout)
             _query, head = schedule.place(tile, row)
             return gl.load(self.sinks_ptr + head)
-        else:  # noqa: RET505, Gluon would go on and return both
+        elif schedule.PARTS:  # noqa: RET505, Gluon would go on and return both
+            # One of the parts has it.
+            sink = gl.load(self.sinks_ptr + tile.head).to(gl.float32)
+            return gl.where(tile.keys.part == 0, sink, -float("inf"))
+        else:
             return gl.load(self.sinks_ptr + tile.head)
 
     @gluon.jit

@@ -20,6 +20,8 @@ from lockstep.kernels.hopper.common.requirements import (
 from lockstep.kernels.hopper.forward.idle_windows import without_idle_window
 from lockstep.kernels.hopper.forward.launch import forward_launch
 from lockstep.kernels.hopper.forward.plan import plan_of
+from lockstep.kernels.hopper.forward.scheduling.part_memory import n_arrivals, part_memory
+from lockstep.kernels.hopper.forward.scheduling.part_rule import MOST, UNITS, cuts_keys
 from lockstep.kernels.hopper.forward.scheduling.sequence_order import order_buffer
 from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling
 from lockstep.kernels.launch import Buffer, Launch
@@ -29,7 +31,8 @@ from lockstep.problem import AttentionProblem, Tensors
 class LongSequences(NamedTuple):
     """What runs the long sequences of a call."""
 
-    launch: Launch
+    launches: list[Launch]
+    """Of tiles whose keys have one part, and of others."""
     memory: dict[str, Buffer]
     """What it needs: `sequence_order` has to be there before it, from `list_tiles`."""
     sorting: dict[str, int]
@@ -54,8 +57,19 @@ def long_sequences(
         "sequence_order": order_buffer(problem, tiles.n_tickets, sorts=True),
         "statistics": Buffer.like(q, problem.statistics_shape, torch.float32),
     }
+    cuts = cuts_keys(problem)
+    launches = [forward_launch(problem, q, fitted, tiles, n_processors, early=cuts)]
+    if cuts:
+        memory["cut_order"] = order_buffer(problem, max(tiles.n_tickets, UNITS), sorts=True)
+        memory |= part_memory(problem, n_processors)
+        launches.append(forward_launch(problem, q, fitted, tiles, n_processors, parts=True))
     sorting = {
         "least_queries": least_queries_in_pages(problem),
         "block_q": plan_of(problem).block_q,
+        "n_arrivals": n_arrivals(problem, n_processors) if cuts else 0,
+        "most_parts": MOST if cuts else 1,
+        "Hq": problem.Hq,
+        "diagonal": int(problem.window[1] is not None),
+        "CUTS": cuts,
     }
-    return LongSequences(forward_launch(problem, q, fitted, tiles, n_processors), memory, sorting)
+    return LongSequences(launches, memory, sorting)

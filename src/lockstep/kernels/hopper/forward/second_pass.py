@@ -26,6 +26,7 @@ from lockstep.kernels.hopper.common.exact_weights import (
     settle,
 )
 from lockstep.kernels.hopper.common.gluon_shim import (
+    await_warps,
     fence_async_shared,
     gl,
     gluon,
@@ -53,11 +54,13 @@ from lockstep.kernels.hopper.common.spans import (
     weights_in_span,
 )
 from lockstep.kernels.hopper.common.thread_numbers import of_threads
+from lockstep.kernels.hopper.forward.key_parts import fold_parts, is_own, store_part
 from lockstep.kernels.hopper.forward.program import (
     Rows,
     close_total,
     normalize,
 )
+from lockstep.kernels.hopper.forward.scheduling.tile_parts import part_of
 from lockstep.kernels.hopper.forward.sending import send_block, send_queries
 from lockstep.kernels.hopper.forward.spans.steps import bar_of_begun as bar_in_spans
 from lockstep.kernels.hopper.forward.spans.steps import fixed_maximum
@@ -114,19 +117,28 @@ def take_scores(program, rows, q, block, seen):
 
 
 @gluon.jit
+def _apart(i):
+    """i, so that the compiler does not see what it is. What two branches compute from one number,
+    ptxas has left to one of them, and the other one's product read what its registers had before
+    (CUDA 12.8, head dim 80)."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [i], gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
 def add_values(program, rows, weights, block, seen, acc, dtype: gl.constexpr):
     """acc [ROWS, ·] and the weighted values of a block, which are released."""
     WIDTH: gl.constexpr = acc.shape[1]
     p_layout: gl.constexpr = left_operand(WIDTH)
     p = gl.convert_layout(weights.to(dtype), p_layout)
     program.v.wait(seen)
-    v_tile = program.v.tile(seen).slice(0, WIDTH, 1)
     if rows.is_edge(block):
         visible = gl.exp2(rows.hide(program.schedule, zeros(weights.shape[1]), block))
         visible = gl.convert_layout(visible.to(dtype), p_layout)
-        acc = clean_product(p, visible, v_tile, acc)
+        acc = clean_product(p, visible, program.v.tile(seen).slice(0, WIDTH, 1), acc)
     else:
-        acc = product(p, v_tile, acc)
+        acc = product(p, program.v.tile(_apart(seen)).slice(0, WIDTH, 1), acc)
     program.v.release(seen, program.build.CONSUMERS)
     return acc
 
@@ -195,6 +207,31 @@ def attend_second_pass(program, rows, q, runs, is_exact, seen):
     if program.build.EXACT:
         beside = (bar, offset, residue)
     return acc, m, l, beside, seen
+
+
+@gluon.jit
+def attend_parts(c, program, results, tile, q, runs, is_exact, seen, first_column, own):
+    """A slice of out [ROWS, ·], lse, m and l of rows whose keys may have several parts, and how
+    many blocks were seen so far; `own`: whether the tile is this program's."""
+    WIDTH: gl.constexpr = slice_width(program.v.tiles_smem.shape[5])
+    m = gl.full([ROWS], 0.0, gl.float32, is_exact.type.layout)
+    l = m
+    lse = m
+    out = (zeros(WIDTH),)
+    for part in range(tile.keys.n_parts):
+        part_tile = part_of(program.schedule, tile, part)
+        rows = Rows.of_consumer(c, program.schedule, part_tile)
+        acc, m, l, beside, seen = attend_second_pass(program, rows, q, runs, is_exact, seen)
+        out, lse, m, l = normalize(
+            program, results, part_tile, c, rows, (acc,), m, l, beside, is_exact, None, q[0].dtype
+        )
+        # Rows of a tile that another program folded are not this one's to change.
+        mask = (tile.keys.n_parts > 1) & own
+        store_part(c, program, results, part_tile, out, lse, (first_column,), mask)
+    if tile.keys.n_parts > 1:
+        await_warps()
+        out, lse = fold_parts(c, program, results, tile, out, lse, (first_column,), False)
+    return out, lse, m, l, seen
 
 
 @gluon.jit
@@ -280,6 +317,9 @@ def consume_second_pass(program, results, q_ring, seen, tiles):
             mark = gl.load(results.lse_ptr + row, mask=exists, other=0.0)
             is_exact = mark != mark
             chosen = is_exact | (mark == float("inf"))
+            if schedule.PARTS:
+                own = is_own(program, results, tile, c)
+                chosen = chosen & own
             runs = is_exact
             if not program.build.FIXED_MAX:
                 runs = runs | True
@@ -290,6 +330,10 @@ def consume_second_pass(program, results, q_ring, seen, tiles):
                     acc, m, l, r, error, seen = attend_spans(program, rows, q, seen)
                     out, lse, m, l = close_total(
                         program, results, tile, c, rows, acc, m, l, r, error
+                    )
+                elif schedule.PARTS:
+                    out, lse, m, l, seen = attend_parts(
+                        c, program, results, tile, q, runs, is_exact, seen, first_column, own
                     )
                 else:
                     acc, m, l, beside, seen = attend_second_pass(

@@ -13,6 +13,7 @@ from lockstep.kernels.hopper.common.gluon_shim import (
 from lockstep.kernels.hopper.common.pieces import piece_start, piece_width, row_sums
 from lockstep.kernels.hopper.common.softmax import LARGE_MAX, OVERFLOW
 from lockstep.kernels.hopper.forward import grouped_rows
+from lockstep.kernels.hopper.forward.key_parts import hand_out
 from lockstep.kernels.hopper.forward.program import close_total, normalize
 from lockstep.kernels.hopper.forward.scheduling.schedule import BAD
 
@@ -90,8 +91,28 @@ def store_results(
         overflows = exists & (is_large | ((l < OVERFLOW) == 0))
         lse = gl.where(overflows, float("nan"), lse)
         wrong = wrong | gl.where(overflows, 1, 0)
+    if schedule.PARTS:
+        is_whole = tile.keys.n_parts == 1
+        if not is_whole:
+            out, lse, is_whole = hand_out(c, program, results, tile, out, lse)
+            wrong = gl.where(exists & is_whole & ((gl.abs(lse) < float("inf")) == 0), 1, 0)
+            # Without a key.
+            wrong = gl.where(lse == -float("inf"), 0, wrong)
+        if is_whole:
+            store_rows(
+                program, results, tile, first_row, row, out, lse, m, l, exists, o_smem, o_desc
+            )
+    else:
+        store_rows(
+            program, results, tile, first_row, row, out, lse, m, l, exists, o_smem, o_desc
+        )  # fmt: skip
+    return wrong
+
+
+@gluon.jit
+def store_rows(program, results, tile, first_row, row, out, lse, m, l, exists, o_smem, o_desc):
+    """Send what rows have on its way; `row` [ROWS] begins with the first."""
     for p in gl.static_range(len(out)):
         x = out[p].to(o_desc.dtype)
         store_piece(program, tile, first_row, p, x, o_smem.index(0), o_desc)
-    results.store_statistics(results.place(schedule, tile, row), lse, m, l, exists)
-    return wrong
+    results.store_statistics(results.place(program.schedule, tile, row), lse, m, l, exists)

@@ -31,6 +31,13 @@ def sorted_sequence(schedule, slot):
 
 
 @gluon.jit
+def has_sequences(schedule):
+    """Whether the sequence order has any with queries: the first place has, or none."""
+    first = schedule.sequence_order_ptr + ORDER_HEAD + schedule.B + 1
+    return gl.load(first + 1) > 0
+
+
+@gluon.jit
 def first_slot(schedule, start, b):
     """The first slot of sequence b, which begins with query `start`. Sequences before it have left
     a tile unfilled each, and of a group a box."""

@@ -34,21 +34,21 @@ multiples of BLOCK_KV in its own sequence.
 from __future__ import annotations
 
 from lockstep.kernels.hopper.common.accumulator import ROWS
+from lockstep.kernels.hopper.common.division import divide
 from lockstep.kernels.hopper.common.gluon_shim import aggregate, gl, gluon
 from lockstep.kernels.hopper.common.tensor_maps import coordinates
 from lockstep.kernels.hopper.forward import grouped_rows
+from lockstep.kernels.hopper.forward.scheduling import pairs, tile_parts
 from lockstep.kernels.hopper.forward.scheduling.packed_sequences import (
     BAD,
     sorted_sequence,
     unsorted_sequence,
 )
-from lockstep.kernels.hopper.forward.scheduling.tile import Tile
+from lockstep.kernels.hopper.forward.scheduling.tile import Keys, Tile
 from lockstep.kernels.sequences import checked_length
 
 LONGEST_FIRST, PAIRED, BY_HEAD = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
 UNSORTED = gl.constexpr(3)
-# Whole rounds of pairs whose tiles go singly, with those of the round that is not whole.
-SINGLE_ROUNDS = gl.constexpr(1)
 
 
 @aggregate
@@ -68,6 +68,7 @@ class Schedule:
     kv_batch_rows: gl.tensor  # from one batch to the next in a ragged map of k and v
     l2_keys: gl.tensor  # of one head whose keys and values may stay in L2
     turn: gl.tensor  # how many pairs later a head begins than one a round before
+    parts: gl.tensor  # that have slots of their own among those of a head, or 0: key_parts.py
     cu_q_ptr: gl.tensor
     cu_kv_ptr: gl.tensor
     kv_lens_ptr: gl.tensor
@@ -79,11 +80,13 @@ class Schedule:
     BLOCK_KV: gl.constexpr
     SPLIT: gl.constexpr  # tiles may have rows of one consumer only
     HEADS: gl.constexpr  # of a group that come together, 0 if a tile has one: grouped_rows.py
+    PARTS: gl.constexpr  # keys of a tile may have several: key_parts.py
 
     @gluon.constexpr_function
     def __init__(
-        self, sizes, pointers, LAYOUT, HAS_LEFT, HAS_RIGHT, BLOCK_Q, BLOCK_KV, SPLIT=False, HEADS=0
-    ):
+        self, sizes, pointers, LAYOUT, HAS_LEFT, HAS_RIGHT, BLOCK_Q, BLOCK_KV, SPLIT=False, HEADS=0,
+        PARTS=False,
+    ):  # fmt: skip
         self.order = sizes[0]
         self.n_q_tiles = sizes[1]
         self.heads = sizes[2]
@@ -98,6 +101,7 @@ class Schedule:
         self.l2_keys = sizes[11]
         # Kernels with an order of their own have no turn, and anything may stand for it.
         self.turn = sizes[12] if len(sizes) > 12 else sizes[0]
+        self.parts = sizes[13] if len(sizes) > 13 else sizes[0]
         self.cu_q_ptr = pointers[0]
         self.cu_kv_ptr = pointers[1]
         self.kv_lens_ptr = pointers[2]
@@ -109,6 +113,7 @@ class Schedule:
         self.BLOCK_KV = gl.constexpr(BLOCK_KV)
         self.SPLIT = gl.constexpr(SPLIT)
         self.HEADS = gl.constexpr(HEADS)
+        self.PARTS = gl.constexpr(PARTS)
 
     @gluon.jit
     def next(self, step):
@@ -117,7 +122,7 @@ class Schedule:
         n_steps = gl.cdiv(self.n_q_tiles * self.heads, gl.num_programs(0)) + 1
         if self.order == PAIRED:
             # A pair may be a single tile, and has two steps.
-            n_steps += self.pair_rounds()
+            n_steps += pairs.pair_rounds(self)
         tile = self.tile(step)
         while (tile.exists == 0) & (step + 1 < n_steps):
             step += 1
@@ -132,14 +137,14 @@ class Schedule:
         first_row = pid * 0
         rows = first_row + self.BLOCK_Q
         if self.order == PAIRED:
-            rounds = self.pair_rounds()
+            rounds = pairs.pair_rounds(self)
             if step < 2 * rounds:
                 index = step // 2 * programs + pid
-                head, slot, exists = self._paired(rounds * programs, index, step % 2)
+                head, slot, exists = pairs.paired(self, rounds * programs, index, step % 2)
             else:
                 single = step - 2 * rounds
                 index = single * programs + gl.where(single % 2 == 0, pid, programs - 1 - pid)
-                head, slot, exists = self._left_by_pairs(rounds * programs, index)
+                head, slot, exists = pairs.left_by_pairs(self, rounds * programs, index)
         else:
             turns = (step % 2 == 1) & (self.order != BY_HEAD)
             index = step * programs + gl.where(turns, programs - 1 - pid, pid)
@@ -176,6 +181,11 @@ class Schedule:
     @gluon.jit
     def _dense_tile(self, head, slot, exists, first_row, rows):
         """So many `rows` of a tile of a head, counted in all sequences together."""
+        part = slot * 0
+        if self.PARTS:
+            n_slots = gl.maximum(self.parts, 1)
+            part = slot % n_slots
+            slot = slot // n_slots
         q_idx = slot * self.BLOCK_Q
         exists = exists & (head < self.heads)
         len_q = self.Sq
@@ -183,6 +193,7 @@ class Schedule:
             q_idx = q_idx + first_row
             exists = exists & (q_idx < self.n_rows(self.Sq))
             len_q = gl.minimum(self.n_rows(self.Sq), q_idx + rows)
+        of_head = head * self.n_q_tiles
         batch = head // self.Hq
         head, kv_head = self._heads_of(head % self.Hq)
         len_kv = self.Skv
@@ -193,6 +204,12 @@ class Schedule:
             len_kv, is_good = checked_length(self.kv_lens_ptr, b, self.Skv)
             len_kv = gl.where(is_good, len_kv, BAD)
             kv_start = batch * self.kv_batch_rows
+        keys = Keys.every(batch)
+        if self.PARTS:
+            n_tiles = gl.cdiv(self.Sq, self.BLOCK_Q)
+            n_parts = tile_parts.parts_of_tile(self, n_tiles, len_q, len_kv)
+            exists = exists & (part < n_parts)
+            keys = tile_parts.keys_of(part, n_parts, of_head + slot * self.parts, self.parts > 0)
         return Tile(
             exists,
             head,
@@ -203,6 +220,7 @@ class Schedule:
             kv_start,
             len_q,
             len_kv,
+            keys,
         )
 
     @gluon.jit
@@ -249,46 +267,6 @@ class Schedule:
             return row, N
 
     @gluon.jit
-    def pair_rounds(self):
-        """How many rounds of pairs there are before single tiles."""
-        n_pairs = (self.n_q_tiles + 1) // 2
-        return gl.maximum(n_pairs * self.heads // gl.num_programs(0) - SINGLE_ROUNDS, 0)
-
-    @gluon.jit
-    def _paired(self, n_paired, index, second):
-        """Head and slot of the first or the `second` tile of a pair, of n_paired in all, and
-        whether there is one."""
-        n_pairs = (self.n_q_tiles + 1) // 2
-        head = index // n_pairs
-        turns = head * n_pairs // gl.num_programs(0) * self.turn
-        # The tiles that are left of the last head are those in its middle.
-        is_whole = head < n_paired // n_pairs
-        pair = (index + gl.where(is_whole, turns, 0)) % n_pairs
-        slot = gl.where(second == 0, self.n_q_tiles - 1 - pair, pair)
-        # The tile in the middle is its own pair.
-        return head, slot, (second == 0) | (2 * pair != self.n_q_tiles - 1)
-
-    @gluon.jit
-    def _left_by_pairs(self, n_paired, index):
-        """The same of the tiles that n_paired pairs leave, the longest first: some in the middle of
-        one head, and all of those after it."""
-        n_pairs = (self.n_q_tiles + 1) // 2
-        cut_head = n_paired // n_pairs
-        cut = n_paired % n_pairs  # so many tiles of that head are gone at either end
-        n_whole = self.heads - cut_head - 1
-        # Tiles as long as those that are gone, and tiles that are in the middle of their heads.
-        n_long = cut * n_whole
-        n_middle = (self.n_q_tiles - 2 * cut) * (n_whole + 1)
-        is_long = index < n_long
-        is_middle = (is_long == 0) & (index < n_long + n_middle)
-        at = index - gl.where(is_long, 0, gl.where(is_middle, n_long, n_long + n_middle))
-        before = gl.where(is_long, 0, gl.where(is_middle, cut, self.n_q_tiles - cut))
-        n_heads = gl.where(is_middle, n_whole + 1, gl.maximum(n_whole, 1))
-        first_head = gl.where(is_middle, cut_head, cut_head + 1)
-        slot = self.n_q_tiles - 1 - before - at // n_heads
-        return first_head + at % n_heads, slot, index < 2 * n_long + n_middle
-
-    @gluon.jit
     def packed_tile(self, ticket):
         """The tile of a ticket; there may be none."""
         slot = ticket // self.Hq
@@ -297,17 +275,33 @@ class Schedule:
         else:
             first, q_start, len_q, kv_start, len_kv = unsorted_sequence(self, slot)
         n_tiles = gl.cdiv(self.n_rows(len_q), self.BLOCK_Q)
+        keys = Keys.every(ticket)
+        n_units = n_tiles
+        if self.PARTS:
+            n_parts = tile_parts.parts_of_tile(self, n_tiles, len_q, len_kv)
+            has_slot = tile_parts.has_slot_each(self)
+            n_each = gl.where(has_slot, n_parts, 1)
+            n_units = n_tiles * n_each
         # Of the tickets of a sequence, as many heads come first as have their keys in L2, the last
         # tiles of all of them before the last but one.
         of_sequence = ticket - first * self.Hq
         group = gl.minimum(gl.maximum(self.l2_keys // gl.maximum(len_kv, 1), 1), self.Hq)
-        first_head = of_sequence // gl.maximum(group * n_tiles, 1) * group
+        first_head = of_sequence // gl.maximum(group * n_units, 1) * group
         group = gl.maximum(gl.minimum(group, self.Hq - first_head), 1)
-        of_group = of_sequence - first_head * n_tiles
+        of_group = of_sequence - first_head * n_units
         head, kv_head = self._heads_of(first_head + of_group % group)
-        q_tile = n_tiles - 1 - of_group // group
+        q_tile = n_units - 1 - of_group // group
+        exists = of_sequence < n_units * self.Hq
+        if self.PARTS:
+            unit = q_tile
+            q_tile = divide(unit, n_each)
+            part = unit - q_tile * n_each
+            slot = (first * self.Hq + head * n_units) + q_tile * n_each
+            keys = tile_parts.keys_of(part, n_parts, slot, has_slot)
+        else:
+            exists = (ticket < self.n_q_tiles * self.Hq) & exists
         return Tile(
-            (ticket < self.n_q_tiles * self.Hq) & (of_sequence < n_tiles * self.Hq),
+            exists,
             head,
             kv_head,
             head * 0,
@@ -316,6 +310,7 @@ class Schedule:
             kv_start,
             len_q,
             len_kv,
+            keys,
         )
 
     @gluon.jit
@@ -342,7 +337,11 @@ class Schedule:
             # Rows past the last one of a sequence may see no key at all; nor may there be any.
             last_key = gl.maximum(tile.len_kv - 1, 0)
             begin = gl.minimum(gl.maximum(first - self.left, 0), last_key) // self.BLOCK_KV
-        return begin, gl.maximum(gl.cdiv(gl.maximum(end, 0), self.BLOCK_KV), begin + 1)
+        end = gl.cdiv(gl.maximum(end, 0), self.BLOCK_KV)
+        if self.PARTS:
+            begin = gl.maximum(begin, tile.keys.first_block)
+            end = gl.minimum(end, tile.keys.end_block)
+        return begin, gl.maximum(end, begin + 1)
 
     @gluon.jit
     def inner_blocks(self, tile, q_idx, ROWS: gl.constexpr):
@@ -356,6 +355,8 @@ class Schedule:
             end = gl.minimum(end, first + self.right + 1)
         if self.HAS_LEFT:
             begin = gl.cdiv(gl.maximum(first + n - 1 - self.left, 0), self.BLOCK_KV)
+        if self.PARTS:
+            begin = gl.maximum(begin, tile.keys.first_block)
         end = gl.maximum(end, 0) // self.BLOCK_KV
         return begin, gl.where(tile.len_kv == BAD, BAD, end)
 

@@ -8,10 +8,12 @@ A sequence order is one tensor of int32. It has P = B + 1 places, one of them fo
 to no sequence:
 
     [0]                  the tickets drawn so far, beyond the first of every program
-    [1 : 1 + P]          for each place, how many tiles of a head come before it
-    [1 + P : 1 + 5P]     for each place, where its sequence lies: start and length of its queries,
+    [1]                  of sequences in pages, whether each part of a tile has a ticket of its own
+                         (`key_parts.py`), and what comes before a place is counted in parts
+    [2 : 2 + P]          for each place, how many tiles of a head come before it
+    [2 + P : 2 + 5P]     for each place, where its sequence lies: start and length of its queries,
                          start and length of its keys, which is -1 for a bad one
-    [1 + 5P :]           for each ticket, the one its program had before (`scheduler.py`)
+    [2 + 5P :]           for each ticket, the one its program had before (`scheduler.py`)
 
 This kernel alone checks the offsets; the forward reads the order. If any offset is wrong
 (`kernels.sequences`), sequences keep the order of the batch.
@@ -35,7 +37,9 @@ from lockstep.problem import AttentionProblem
 
 BOX = tl.constexpr(groups.BOX)
 SEQUENCES, OTHERS = 32, 128  # that a program sorts, and that it compares them with at a time
-HEAD, NUMBERS = 1, 5  # numbers before all places, and of each place
+HEAD, NUMBERS = 2, 5  # numbers before all places, and of each place
+
+FIRST = tl.constexpr(HEAD)
 
 
 @unspecialized(triton.jit, any_address=("cu_q_ptr", "cu_kv_ptr", "order_ptr"))
@@ -108,8 +112,8 @@ def _sizes(cu_q_ptr, cu_kv_ptr, b, B, Tq, Tk):
 @triton.jit
 def store_place(order_ptr, B, place, tiles_before, q_start, len_q, kv_start, len_kv, exists):
     """Write what stands at places that exist."""
-    tl.store(order_ptr + 1 + place, tiles_before, mask=exists)
-    at = order_ptr + 1 + (B + 1) + place * 4
+    tl.store(order_ptr + FIRST + place, tiles_before, mask=exists)
+    at = order_ptr + FIRST + (B + 1) + place * 4
     tl.store(at, q_start, mask=exists)
     tl.store(at + 1, len_q, mask=exists)
     tl.store(at + 2, kv_start, mask=exists)

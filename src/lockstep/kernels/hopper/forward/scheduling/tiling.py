@@ -15,6 +15,7 @@ from lockstep.kernels.hopper.forward.groups import (
     tile_heads,
 )
 from lockstep.kernels.hopper.forward.plan import plan_of
+from lockstep.kernels.hopper.forward.scheduling.part_rule import UNITS, cuts_keys, most_parts
 from lockstep.kernels.hopper.forward.scheduling.schedule import (
     BY_HEAD,
     LONGEST_FIRST,
@@ -48,6 +49,8 @@ class Tiling(NamedTuple):
     heads: int
     order: int
     turn: int = 0
+    parts: int = 0
+    """Parts of a tile that have places of their own among those of a head, 0 if none have."""
 
     @property
     def n_tickets(self) -> int:
@@ -64,6 +67,9 @@ class Tiling(NamedTuple):
             is_sorted = heads * n_q_tiles > n_processors or problem.is_paged
             return Tiling(n_q_tiles, heads, (LONGEST_FIRST if is_sorted else UNSORTED).value)
         heads, n_q_tiles = problem.B * heads, n_tiles(problem.Sq, group, block_q)
+        parts = most_parts(problem, n_q_tiles)
+        if parts > 1 and heads * n_q_tiles * parts <= UNITS:
+            return Tiling(n_q_tiles * parts, heads, BY_HEAD.value, parts=parts)
         low = has_low_tile(rows_of(problem.Sq, group), block_q)
         if left is not None:
             low_at_same = low and gcd(n_q_tiles, n_processors) > 1
@@ -96,7 +102,10 @@ def n_programs(problem: AttentionProblem, tiles: Tiling, n_processors: int) -> i
     is_measured = max(problem.D, problem.Dv) > 64 and not problem.constant_time
     if is_unmasked and is_measured and tiles.n_q_tiles == 2 and tiles.n_tickets > n_processors:
         return n_processors - 1 + n_processors % 2
-    return min(n_processors, tiles.n_tickets * parts)
+    n_tickets = tiles.n_tickets
+    if problem.is_packed and cuts_keys(problem):
+        n_tickets = max(n_tickets, UNITS)
+    return min(n_processors, n_tickets * parts)
 
 
 def has_low_tile(rows: int, block_q: int) -> bool:
