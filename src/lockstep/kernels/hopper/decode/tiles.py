@@ -6,7 +6,8 @@ once. The first row of the table has the number of tiles, which follow in the or
 There is room for every batch of as many queries and sequences.
 
 Long sequences may be the forward's (`forward/ragged_pages.py`). They have no tiles here, and the
-same kernel puts them in order for the forward.
+same kernel puts them in order for the forward. Otherwise a call may say how many queries a sequence
+has at most; one that has more has no tiles, either (`longer.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.folding.fold_plan import MOST_SLOTS
+from lockstep.kernels.hopper.decode.longer import refuse_longer
 from lockstep.kernels.hopper.decode.span_rule import least_of, spans_of
 from lockstep.kernels.hopper.forward.scheduling.sequence_order import store_place
 from lockstep.kernels.launch import unspecialized
@@ -46,17 +48,20 @@ def list_tiles(
     tiles_ptr,  # [1 + tiles, FIELDS] int32
     slots_ptr,  # [n_slots, 3] int32
     sequence_order_ptr,  # `sequence_order.py`
+    out_ptr,  # [Tq, Hq, Dv], contiguous, and lse [Tq, Hq]
+    lse_ptr,
     B,
     Sq,
     Skv,
     Hkv,
+    Dv,
     n_slots,
     least_queries,  # of sequences that are the forward's, in tiles of block_q rows
     block_q,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS_PER_ROW: tl.constexpr,
-    SORTS: tl.constexpr,  # long sequences are the forward's
+    SORTS: tl.constexpr,  # long sequences are the forward's, and refused otherwise
     EARLY: tl.constexpr,  # the next kernel may start before this one ends, and waits itself
 ):
     """Programs [B + 1], each for a sequence, the last for rows that belong to none."""
@@ -70,7 +75,6 @@ def list_tiles(
     kv_len, is_length = checked_length(kv_lens_ptr, b, Skv, B)
     kv_len = tl.where(is_good & is_length, kv_len, -1)
     q_start = q_start.to(tl.int32)
-    is_long = False
     if SORTS:
         # Rows of no sequence stay here, however many.
         is_long = (n_q >= least_queries) & (b < B)
@@ -87,6 +91,8 @@ def list_tiles(
             place = B - (b - n_long)
             none = tl.where(place == 0, 0, _BEHIND_ALL)
             store_place(sequence_order_ptr, B, place, none, 0, 0, 0, 0, True)
+    else:
+        is_long = refuse_longer(out_ptr, lse_ptr, q_start, n_q, least_queries, Hkv * GROUP, Dv)
     count = tl.where(is_long, 0, tl.cdiv(n_q * GROUP, ROWS))
     _write_tiles(
         tiles_ptr + (1 + before) * _FIELDS, count, b, q_start, n_q, kv_len, Hkv, GROUP, ROWS,
