@@ -58,8 +58,8 @@ MORE_THAN_A_TILE, HEADS_OF_GROUPS = 130, 512
 # Sequences, all their queries, and the keys of each, of what is served at once: few single tokens,
 # whose parts are folded in several ways or not at all, many, and a prompt among them.
 SERVED = ((1, 1, SHORT), (1, 1, LONG), (3, 3, LONG), (64, 64, LONG), (4, 8192, LONG))
-# Those of single tokens that are known to be no more; and query rows of a KV head up to which drafts
-# that are known to be short have another build.
+# Those of single tokens that are known to be no more; and rows of a KV head up to which drafts that
+# are known to be short have another build.
 SINGLE, MOST_SHORT_ROWS = SERVED[:3], 16
 # Of calls on a CPU.
 LENGTH_ON_CPU = 512

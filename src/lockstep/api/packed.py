@@ -69,9 +69,8 @@ def attention_varlen(
     With a `page_table`, keys and values come out of a paged cache instead: what a serving engine
     calls for a batch of prompts, chunks of prompts and single tokens. Each sequence then gets what
     `attention_paged` would give it alone. For inference: asking for a gradient raises
-    NotImplementedError. A batch of single tokens alone is faster with `max_seqlen_q=1`, and faster
-    still as `attention_paged`. It has the same bits there if the same kernel runs both: on Hopper
-    GPUs, name `kernel="triton"` for that.
+    NotImplementedError. A batch of single tokens alone is faster as `attention_paged`. It has the
+    same bits there if the same kernel runs both: on Hopper GPUs, name `kernel="triton"` for that.
 
     Args:
         q: [Tq, Hq, D]
@@ -85,12 +84,11 @@ def attention_varlen(
         kv_lens: [B] int32 or int64: the keys of each sequence with a page_table, its queries being
             the last ones; None without one.
         kv_starts: [B] int32 or int64, with a page_table: as for `attention_paged`.
-        max_seqlen_q: No sequence has more queries than this, if the caller knows that on the host.
-            It changes no bit. Where it is small, up to 64, a call with a page_table is faster on
-            Hopper GPUs, which then launch nothing for long sequences; elsewhere nothing changes.
-            A sequence with more queries raises on the CPU. On a GPU, where looking at lengths would
-            wait for the device, its rows of out and lse may be NaN, and others are as they should
-            be.
+        max_seqlen_q: 0 or more, if the caller knows that no sequence has more queries than this. It
+            changes no bit. Up to 64, a call with a page_table launches fewer kernels on Hopper
+            GPUs, none for long sequences; elsewhere nothing changes. A sequence with more queries
+            raises on the CPU. On a GPU, where looking at lengths would wait for the device, its
+            rows of out and lse may be NaN, and others are as they should be.
 
     Wrong offsets raise on the CPU. On a GPU, where looking at them would wait for the device, they
     raise with LOCKSTEP_CHECK=1 in the environment. Without it, sequences that begin or end at a
