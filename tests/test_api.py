@@ -6,6 +6,7 @@ import doctest
 import inspect
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import lockstep
 from lockstep import api, reference
+from lockstep.api.packed import _bound_of_call
 
 
 def rand(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -54,6 +56,17 @@ def test_oracle_has_the_signature_of_the_call():
         of_kernels = ("kernel", "query_invariant", "allow_tf32", "constant_time", "secret_lengths")
         assert list(oracle) == [p for p in call if p not in of_kernels]
         assert all(oracle[p].default == call[p].default for p in oracle)
+
+
+def test_on_a_gpu_calls_with_bounds_of_queries_share_what_is_prepared():
+    on_gpu, table = SimpleNamespace(is_cuda=True), object()
+    for given, known in ((0, 1), (5, 8), (64, 64), (100, None)):
+        assert _bound_of_call(given, on_gpu, table) == known
+        assert _bound_of_call(given, on_gpu, None) is None
+    for wrong in (-1, True, 1.5, "1", 10**30):
+        assert _bound_of_call(wrong, on_gpu, table) is wrong
+    # There lengths are compared with it.
+    assert _bound_of_call(5, SimpleNamespace(is_cuda=False), table) == 5
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 2.0}, {"window": (2, 1)}])

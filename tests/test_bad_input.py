@@ -156,6 +156,24 @@ BAD = [
         ValueError,
         "^page_table .* -2 ",
     ),
+    # a bound of queries: there are 2 and 3
+    (varlen, {"max_seqlen_q": 2}, ValueError, "^max_seqlen_q takes .* 2 with 3 .* sequence 1"),
+    (
+        varlen_paged,
+        {"max_seqlen_q": 0},
+        ValueError,
+        "^max_seqlen_q takes .* 0 with 2 .* sequence 0",
+    ),
+    (varlen, {"max_seqlen_q": -1}, ValueError, "^max_seqlen_q takes 0 or more, or None, got -1"),
+    (varlen_paged, {"max_seqlen_q": 10**30}, ValueError, "^max_seqlen_q takes .* a larger one"),
+    (varlen, {"max_seqlen_q": True}, TypeError, "^max_seqlen_q takes an integer .* got bool"),
+    (varlen_paged, {"max_seqlen_q": 3.0}, TypeError, "^max_seqlen_q takes an integer .* float"),
+    (
+        varlen_paged,
+        {"max_seqlen_q": 2, "cu_seqlens_q": torch.tensor([0, 9, 5])},
+        ValueError,
+        "^cu_seqlens_q takes offsets that never decrease",
+    ),
     # options
     (dense, {"window": (-1, 0)}, ValueError, r"^window takes .* got \(-1, 0\)"),
     (dense, {"window": (None, -3)}, ValueError, r"^window takes .* got \(None, -3\)"),

@@ -165,8 +165,16 @@ def test_builds_of_what_is_served_at_once_serve_every_batch(h200, model):
     whole = h200(builds.calls_of(layers, ("serve",)))
     sizes = [(1, 1, 500), (1, 100, 9000), (1, 3000, 3000), (7, 7, 100_000), (100, 100, 4096)]
     sizes += [(300, 300, 1000), (2, 20_000, 20_000), (40, 1000, 70_000), (8, 64, 16_384)]
+    short = [(1, 100), (1, 9000), (3, 2000), (7, 100_000), (64, 4096), (300, 1000)]
     for layer in layers:
         calls = [builds.SampleCall(layer, "ragged", Sq, n, page=16, B=B) for B, Sq, n in sizes]
+        # Where callers say how many queries a sequence has.
+        calls += [
+            builds.SampleCall(layer, "ragged", B, keys, page=16, B=B, max_seqlen_q=bound)
+            for B, n in short
+            for keys in _of(n, layer.lengths)
+            for bound in (1, 2, 3, 5, 12, 50, 100)
+        ]
         assert others(h200, whole, calls) == set()
 
 

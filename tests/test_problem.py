@@ -20,6 +20,7 @@ from good_calls import (
     paged,
     rand,
     varlen,
+    varlen_paged,
 )
 
 import lockstep
@@ -142,6 +143,22 @@ def test_problem_of_each_layout():
     assert problem.n_pages == N_PAGES
     assert (problem.bias_shape, problem.bias_dtype) == ((1, 1, 1, 12), torch.float32)
     assert hash(problem) == hash(describe(tensors, Options()))
+
+
+@pytest.mark.parametrize(
+    ("given", "known"),
+    [(0, 1), (1, 1), (2, 2), (3, 4), (33, 64), (64, 64), (65, None), (10**9, None)],
+)
+def test_bounds_of_queries_are_rounded_so_that_few_problems_differ(given, known):
+    problem = describe(Tensors(**varlen_paged()), Options(max_seqlen_q=given))
+    assert problem.max_seqlen_q == known
+    assert problem.longest_q == (known or problem.Sq)
+    assert ("max_seqlen_q" in str(problem)) == (known is not None)
+
+
+def test_bounds_of_queries_are_of_no_use_without_pages():
+    tensors = Tensors(**varlen())
+    assert describe(tensors, Options(max_seqlen_q=3)) == describe(tensors, Options())
 
 
 def test_problem_reads_well():

@@ -58,6 +58,9 @@ MORE_THAN_A_TILE, HEADS_OF_GROUPS = 130, 512
 # Sequences, all their queries, and the keys of each, of what is served at once: few single tokens,
 # whose parts are folded in several ways or not at all, many, and a prompt among them.
 SERVED = ((1, 1, SHORT), (1, 1, LONG), (3, 3, LONG), (64, 64, LONG), (4, 8192, LONG))
+# Those of single tokens that are known to be no more; and rows of a KV head up to which drafts that
+# are known to be short have another build.
+SINGLE, MOST_SHORT_ROWS = SERVED[:3], 16
 # Of calls on a CPU.
 LENGTH_ON_CPU = 512
 ANY = (1, 1 << 30)
@@ -67,7 +70,7 @@ ANY = (1, 1 << 30)
 class SampleCall:
     """One small call that has a kernel compiled. A `page` of 0 is no pages; of packed sequences, Sq
     and Skv are the sums over B equal ones, of ragged queries in pages Sq is, and the first sequence
-    has most of them."""
+    has most of them: no more than `max_seqlen_q`, if the call says so."""
 
     layer: Layer
     layout: Literal["dense", "packed", "paged", "ragged"]
@@ -76,6 +79,7 @@ class SampleCall:
     backward: bool = False
     page: int = 0
     B: int = 1
+    max_seqlen_q: int | None = None
 
     @property
     def name(self) -> str:
@@ -114,7 +118,7 @@ def _calls_of(layer: Layer, works: Sequence[str], page: int) -> Iterator[SampleC
     if "decode" in works:
         found += _decoded(layer, page)
     if "serve" in works and layer.causal:
-        found += [SampleCall(layer, "ragged", Sq, n, page=page, B=B) for B, Sq, n in SERVED]
+        found += _served(layer, page)
     queries = layer.lengths or ANY
     yield from (_within(call, queries, layer.keys or queries) for call in found)
 
@@ -123,7 +127,7 @@ def _on_cpu(call: SampleCall) -> SampleCall:
     """A call with the same build for a CPU, which serves any length."""
     has_few_queries = call.layout in ("paged", "ragged") or call.Sq == 1
     lengths = (1 if has_few_queries else LENGTH_ON_CPU, LENGTH_ON_CPU)
-    return _within(replace(call, B=1), lengths, lengths)
+    return _within(replace(call, B=1, max_seqlen_q=None), lengths, lengths)
 
 
 def _within(call: SampleCall, queries: tuple[int, int], keys: tuple[int, int]) -> SampleCall:
@@ -235,6 +239,17 @@ def _cut(layer: Layer) -> list[SampleCall]:
     }
     sizes = ((n * KEYS_OF_TILE, B) for n, B in batches.items())
     return [SampleCall(layer, "dense", n, n, B=B) for n, B in sizes]
+
+
+def _served(layer: Layer, page: int) -> Iterator[SampleCall]:
+    """Ragged queries in pages; once more those of which a caller says how many a sequence has."""
+    yield from (SampleCall(layer, "ragged", Sq, n, page=page, B=B) for B, Sq, n in SERVED)
+    single = SampleCall(layer, "ragged", 1, SHORT, page=page, max_seqlen_q=1)
+    yield from (replace(single, Sq=Sq, Skv=n, B=B) for B, Sq, n in SINGLE)
+    draft = MOST_SHORT_ROWS // (layer.Hq // layer.Hkv)
+    if draft > 1:
+        # Bounds are rounded up to powers of two.
+        yield replace(single, max_seqlen_q=1 << draft.bit_length() - 1)
 
 
 def _decoded(layer: Layer, page: int) -> Iterator[SampleCall]:

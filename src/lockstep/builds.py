@@ -133,7 +133,8 @@ def run(call: SampleCall, dtype: torch.dtype, device: str) -> None:
         # All but the first have one query.
         ends = torch.arange(call.B + 1, dtype=torch.int32, device=device)
         ends[1:] += call.Sq - call.B
-        out = api.attention_varlen(q, k, v, ends, page_table=table, kv_lens=lens, **options)
+        options |= {"page_table": table, "kv_lens": lens, "max_seqlen_q": call.max_seqlen_q}
+        out = api.attention_varlen(q, k, v, ends, **options)
     elif call.layout == "packed":
         q = zeros(call.Sq, layer.Hq, layer.D)
         k, v = (zeros(call.Skv, layer.Hkv, n) for n in (layer.D, layer.value_dim))

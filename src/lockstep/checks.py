@@ -65,8 +65,10 @@ def are_values_checked(problem: AttentionProblem) -> bool:
     return problem.device_type == "cpu" or os.environ.get("LOCKSTEP_CHECK", "0") not in ("", "0")
 
 
-def check_values(problem: AttentionProblem, tensors: Tensors) -> None:
-    """Checks lengths, offsets and page indices before a kernel follows them.
+def check_values(
+    problem: AttentionProblem, tensors: Tensors, max_seqlen_q: int | None = None
+) -> None:
+    """Checks lengths, offsets, the bound of queries and page indices before a kernel follows them.
 
     Raises ValueError that names the argument and the sequence. Waits for the device.
     """
@@ -77,7 +79,10 @@ def check_values(problem: AttentionProblem, tensors: Tensors) -> None:
     if tensors.kv_starts is not None:
         _check_starts(problem, tensors.kv_starts.tolist(), tensors.kv_lens)
     if tensors.cu_seqlens_q is not None:
-        _check_offset_values("cu_seqlens_q", tensors.cu_seqlens_q.tolist(), "Tq", problem.Sq)
+        offsets = tensors.cu_seqlens_q.tolist()
+        _check_offset_values("cu_seqlens_q", offsets, "Tq", problem.Sq)
+        if max_seqlen_q is not None:
+            _check_longest(offsets, max_seqlen_q)
     if tensors.cu_seqlens_k is not None:
         _check_offset_values("cu_seqlens_k", tensors.cu_seqlens_k.tolist(), "Tk", problem.Skv)
     if tensors.page_table is not None:
@@ -175,6 +180,15 @@ def _check_offset_values(name: str, offsets: list[int], total_name: str, total: 
             f"{name} takes offsets that end at {total_name} = {total}, got {offsets[-1]} at index "
             f"{len(offsets) - 1}, where the last sequence ends"
         )
+
+
+def _check_longest(offsets: list[int], max_seqlen_q: int) -> None:
+    for b, (start, end) in enumerate(pairwise(offsets)):
+        if end - start > max_seqlen_q:
+            raise ValueError(
+                f"max_seqlen_q takes the most queries of any sequence, or more, got "
+                f"{max_seqlen_q} with {end - start} queries of sequence {b}"
+            )
 
 
 def _check_page_values(

@@ -9,8 +9,10 @@ LEAST_FACTOR, MOST_FACTOR = 1e-37, 1e37
 _FACTORS = f"{LEAST_FACTOR} to {MOST_FACTOR}"
 # Types of an option that may be left out.
 _NUMBER, _NAME = frozenset({float, type(None)}), frozenset({str, type(None)})
-# The largest side of a window that an operator of torch takes.
+# The largest side of a window, and bound of queries, that an operator of torch takes.
 MAX_REACH = (1 << 63) - 1
+# Bounds of the queries of a sequence that kernels make use of.
+BOUNDS = (1, 2, 4, 8, 16, 32, 64)
 Window = tuple[int | None, int | None]
 
 
@@ -26,6 +28,7 @@ class Options(NamedTuple):
     allow_tf32: bool = False
     constant_time: bool = False
     secret_lengths: bool = False
+    max_seqlen_q: int | None = None
 
 
 def make_options(
@@ -39,6 +42,7 @@ def make_options(
     kernel: str | None = None,
     constant_time: bool = False,
     secret_lengths: bool = False,
+    max_seqlen_q: int | None = None,
 ) -> Options:
     """Checks the types of a caller's options; `describe` checks their values.
 
@@ -47,6 +51,7 @@ def make_options(
     """
     if (
         window is None
+        and max_seqlen_q is None
         and type(causal) is bool
         and type(query_invariant) is bool
         and type(allow_tf32) is bool
@@ -83,7 +88,28 @@ def make_options(
         allow_tf32,
         constant_time,
         secret_lengths,
+        _bound(max_seqlen_q),
     )
+
+
+def rounded_bound(max_seqlen_q: int | None) -> int | None:
+    """The bound that kernels know: the next of BOUNDS, so that all bounds need few builds and few
+    prepared calls; None beyond the last of them."""
+    if max_seqlen_q is not None:
+        for bound in BOUNDS:
+            if max_seqlen_q <= bound:
+                return bound
+    return None
+
+
+def _bound(max_seqlen_q: int | None) -> int | None:
+    if max_seqlen_q is None:
+        return None
+    if isinstance(max_seqlen_q, bool) or not isinstance(max_seqlen_q, int):
+        raise TypeError(f"max_seqlen_q takes an integer or None, got {type_of(max_seqlen_q)}")
+    if max_seqlen_q > MAX_REACH:
+        raise ValueError(f"max_seqlen_q takes an integer up to {MAX_REACH}, got a larger one")
+    return max_seqlen_q
 
 
 def _number(name: str, number: float | None) -> float | None:
@@ -111,7 +137,8 @@ def _sides(window: Window) -> Window:
 
 
 def check_options(options: Options) -> None:
-    """Checks the window, and options that need another one. Raises ValueError."""
+    """Checks the window, the bound of queries, and options that need another one. Raises
+    ValueError."""
     causal, left, right = options.causal, options.window_left, options.window_right
     if (left is not None and left < 0) or (right is not None and right < 0):
         raise ValueError(f"window takes distances of 0 or more, or None, got ({left}, {right})")
@@ -120,6 +147,8 @@ def check_options(options: Options) -> None:
             f"window takes 0 or None on its right with causal=True, got {right}: causal hides the "
             "keys there"
         )
+    if options.max_seqlen_q is not None and options.max_seqlen_q < 0:
+        raise ValueError(f"max_seqlen_q takes 0 or more, or None, got {options.max_seqlen_q}")
     if options.secret_lengths and not options.constant_time:
         raise ValueError("secret_lengths takes True only with constant_time=True")
 

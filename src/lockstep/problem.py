@@ -19,7 +19,7 @@ from lockstep.numerics import LOG2E, statistics_dtype
 # A problem is posed by tensors and options: both can be imported from here.
 from lockstep.options import Options as Options
 from lockstep.options import Window as Window
-from lockstep.options import check_factors, check_options
+from lockstep.options import check_factors, check_options, rounded_bound
 from lockstep.options import make_options as make_options
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -91,6 +91,7 @@ class AttentionProblem:
     allow_tf32: bool = False  # only with float32
     constant_time: bool = False
     secret_lengths: bool = False  # only with constant_time and kv_lens
+    max_seqlen_q: int | None = None  # rounded up, only with ragged queries in pages
 
     @property
     def window(self) -> Window:
@@ -101,6 +102,11 @@ class AttentionProblem:
     def is_packed(self) -> bool:
         """Whether the queries of all sequences lie one after another: [Tq, Hq, D]."""
         return self.layout in ("varlen", "varlen_paged")
+
+    @property
+    def longest_q(self) -> int:
+        """No sequence has more queries, or one that does need not be computed."""
+        return self.Sq if self.max_seqlen_q is None else self.max_seqlen_q
 
     @property
     def is_paged(self) -> bool:
@@ -172,6 +178,8 @@ class AttentionProblem:
             text += ", constant_time"
         if self.secret_lengths:
             text += ", secret_lengths"
+        if self.max_seqlen_q is not None:
+            text += f", max_seqlen_q={self.max_seqlen_q}"
         return text
 
 
@@ -285,6 +293,7 @@ def describe(tensors: Tensors, options: Options) -> AttentionProblem:
         allow_tf32=options.allow_tf32 and tensors.q.dtype == torch.float32,
         constant_time=options.constant_time,
         secret_lengths=options.secret_lengths and tensors.kv_lens is not None,
+        max_seqlen_q=rounded_bound(options.max_seqlen_q) if layout == "varlen_paged" else None,
     )
 
 

@@ -66,6 +66,7 @@ def attention_varlen(
     sinks: Tensor | None = None,
     kv_starts: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    max_seqlen_q: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`lockstep.attention_varlen` in float64; same arguments, same errors."""
@@ -74,7 +75,7 @@ def attention_varlen(
         *(kv_starts, alibi_slopes),
     )
     layout: Layout = "varlen" if page_table is None else "varlen_paged"
-    return _run(layout, tensors, causal, window, scale, softcap, return_lse)
+    return _run(layout, tensors, causal, window, scale, softcap, return_lse, max_seqlen_q)
 
 
 def attention_paged(
@@ -111,17 +112,22 @@ def _run(
     scale: float | None,
     softcap: float | None,
     return_lse: bool,
+    max_seqlen_q: int | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     check_types(tensors, layout)
     tensors = tensors._replace(bias=pad_bias(tensors.bias))
-    problem = describe(tensors, make_options(causal, window, scale, softcap, return_lse=return_lse))
+    options = make_options(
+        causal, window, scale, softcap, return_lse=return_lse, max_seqlen_q=max_seqlen_q
+    )
+    problem = describe(tensors, options)
     # A backward pass begins at the results, one through its gradients at those of the inputs.
     views = {
         name: derive_fork_safe(tensor.view_as(tensor))
         for name, tensor in tensors._asdict().items()
         if tensor is not None and tensor.requires_grad
     }
-    out, lse = map(derive_fork_safe, evaluate(problem, tensors._replace(**views)))
+    results = evaluate(problem, tensors._replace(**views), max_seqlen_q=max_seqlen_q)
+    out, lse = map(derive_fork_safe, results)
     return (out, lse) if return_lse else out
 
 
@@ -134,15 +140,17 @@ def evaluate(
     *,
     dtype: torch.dtype = torch.float64,
     attend: Attend | None = None,
+    max_seqlen_q: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`out` and `lse` in `dtype`, differentiable in every floating-point tensor.
 
     `attend` takes what `_attend` takes, dense tensors of one sequence or several, and stands for
     it where the definition is to be evaluated in another way.
 
-    Raises ValueError for lengths, offsets and page indices that are wrong, on any device.
+    Raises ValueError for lengths, offsets and page indices that are wrong, and for a sequence of
+    more than `max_seqlen_q` queries, on any device.
     """
-    check_values(problem, tensors)
+    check_values(problem, tensors, max_seqlen_q)
     cast = tensors._replace(
         **{
             name: tensor.to(dtype)

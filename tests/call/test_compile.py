@@ -82,6 +82,21 @@ def test_paged(compiled):
     assert counter.frame_count == 2
 
 
+def test_a_bound_of_queries(compiled):
+    def f(q, pages, n):
+        table, lens = torch.tensor([[0, 1], [2, 3]]), torch.tensor([4, 7])
+        offsets = torch.tensor([0, 1, 3])  # 2 queries at most
+        how = {"page_table": table, "kv_lens": lens, "max_seqlen_q": n}
+        return lockstep.attention_varlen(q, pages, pages, offsets, **how)
+
+    g, _ = compiled(f)
+    q, pages = rand(3, 4, 8), rand(4, 4, 2, 8)
+    for n in (2, 5, 7, 1000, None):
+        torch.testing.assert_close(g(q, pages, n), f(q, pages, None))
+    with pytest.raises(ValueError, match=r"^max_seqlen_q takes"):
+        g(q, pages, 1)
+
+
 def test_merge(compiled):
     def f(a, b, c, d):
         return lockstep.merge([(a, b), (c, d)])

@@ -119,6 +119,17 @@ def test_a_cached_call_still_checks_values(qkv):
         lockstep.attention(*qkv, kv_lens=torch.tensor([6]))
 
 
+def test_a_cached_call_still_checks_the_bound_of_queries(qkv):
+    q = qkv[0][0].transpose(0, 1)
+    tokens, offsets = q.shape[0], torch.tensor([0, 1, q.shape[0]])
+    for even in (offsets, torch.tensor([0, 2, tokens])):
+        out = lockstep.attention_varlen(q, q, q, even, even, max_seqlen_q=tokens - 1)
+        assert torch.equal(out, lockstep.attention_varlen(q, q, q, even, even))
+    whole = torch.tensor([0, 0, tokens])
+    with pytest.raises(ValueError, match=r"^max_seqlen_q takes"):
+        lockstep.attention_varlen(q, q, q, whole, whole, max_seqlen_q=tokens - 1)
+
+
 def test_a_cached_call_still_checks_types(qkv):
     lockstep.attention(*qkv, causal=True)
     with pytest.raises(TypeError, match="causal"):

@@ -87,7 +87,9 @@ def test_opcheck_paged(dtype):
     tensors = paged(dtype=dtype)
     check_op(dtype, torch.ops.lockstep.attention_paged.default, (*tensors, *OPTIONS))
     tensors = varlen_paged(dtype=dtype)
-    check_op(dtype, torch.ops.lockstep.attention_varlen_paged.default, (*tensors, *OPTIONS))
+    bounded = (*Options(True, max_seqlen_q=5), None)
+    for options in (OPTIONS, bounded):
+        check_op(dtype, torch.ops.lockstep.attention_varlen_paged.default, (*tensors, *options))
 
 
 @by_dtype

@@ -245,3 +245,27 @@ def test_pages_of_the_fourth_version():
     assert torch.equal(out, wanted)
     with pytest.raises(ValueError, match="seqused_k"):
         fa4.flash_attn_varlen_func(q, *pages, cu_seqlens_q=ends, page_table=table)
+
+
+def test_the_most_queries_of_a_sequence_are_passed_on_where_there_are_pages():
+    """On a CPU, a sequence with more is refused; a tensor is not looked at."""
+    q, pages = draw((5, 4, 16), (2, 6, 16, 2, 16))
+    ends, key_ends = torch.tensor([0, 2, 5]).int(), torch.tensor([0, 20, 53]).int()
+    table, lens = torch.tensor([[3, 0, 0], [5, 1, 2]]).int(), key_ends.diff()
+
+    def all_versions(most):
+        yield lambda: flash_attn.flash_attn_varlen_func(
+            q, *pages, ends, key_ends, most, 33, block_table=table
+        )
+        yield lambda: fa3.flash_attn_with_kvcache(
+            q, *pages, cache_seqlens=lens, cu_seqlens_q=ends, max_seqlen_q=most, page_table=table
+        )
+        yield lambda: fa4.flash_attn_varlen_func(
+            q, *pages, cu_seqlens_q=ends, max_seqlen_q=most, seqused_k=lens, page_table=table
+        )[0]
+
+    for too_few in all_versions(2):
+        with pytest.raises(ValueError, match=r"^max_seqlen_q takes"):
+            too_few()
+    for a, b in zip(all_versions(3), all_versions(torch.tensor(2)), strict=True):
+        assert torch.equal(a(), b())

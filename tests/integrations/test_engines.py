@@ -75,6 +75,20 @@ def gather(requests, outputs):
 
 
 @pytest.fixture
+def asked(monkeypatch):
+    """The `max_seqlen_q` of the calls that either makes."""
+    found = []
+
+    def call(*args, **options):
+        found.append(options["max_seqlen_q"])
+        return lockstep.attention_varlen(*args, **options)
+
+    for adapter in (vllm, sglang):
+        monkeypatch.setattr(adapter, "attention_varlen", call)
+    return found
+
+
+@pytest.fixture
 def vllm_backend(monkeypatch):
     registered = engines.install_vllm(monkeypatch)
     vllm._derived.cache_clear()
@@ -87,7 +101,7 @@ def vllm_backend(monkeypatch):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_vllm_gives_each_request_its_bits_alone(layer, vllm_backend):
+def test_vllm_gives_each_request_its_bits_alone(layer, vllm_backend, asked):
     options = LAYERS[layer]
     implementation = vllm_backend.get_impl_cls()(
         HQ,
@@ -115,8 +129,10 @@ def test_vllm_gives_each_request_its_bits_alone(layer, vllm_backend):
             block_table_tensor=requests.table[rows],
             slot_mapping=slots,
             causal=True,
+            max_query_len=int(counts.max()),
         )
         metadata = builder.build(0, common)
+        asked.clear()
         implementation.do_kv_cache_update(scales, k, v, cache, slots)
         # vLLM pads tokens to the sizes of its graphs.
         padded = torch.cat([q, torch.full((3, HQ, D), torch.nan)])
@@ -124,6 +140,7 @@ def test_vllm_gives_each_request_its_bits_alone(layer, vllm_backend):
         out = implementation.forward(scales, padded, k, v, cache, metadata, output)
         assert out is output
         assert (out[len(q) :] == 7.0).all()
+        assert asked == [counts.max()]
         outputs.append((rows, counts, out[: len(q)]))
     for r, found in enumerate(gather(requests, outputs)):
         assert torch.equal(found, requests.alone(r, **options))
@@ -200,7 +217,7 @@ def radix_layer(kind="decoder", window=None, softcap=0.0, scale=D**-0.5, **_):
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_sglang_gives_each_request_its_bits_alone(layer, make_sglang):
+def test_sglang_gives_each_request_its_bits_alone(layer, make_sglang, asked):
     options = LAYERS[layer]
     requests, outputs = Requests(), []
     # Request r is row r + 1 of the table of slots.
@@ -220,7 +237,9 @@ def test_sglang_gives_each_request_its_bits_alone(layer, make_sglang):
         )
         backend.init_forward_metadata(batch)
         sinks = {} if "sinks" not in options else {"sinks": options["sinks"]}
+        asked.clear()
         out = backend.forward(q.flatten(1), k, v, radix_layer(**options), batch, **sinks)
+        assert asked == [1 if batch.forward_mode is mode.DECODE else None]
         outputs.append((rows, counts, out.view(-1, HQ, D)))
     for r, found in enumerate(gather(requests, outputs)):
         assert torch.equal(found, requests.alone(r, **options))
@@ -272,7 +291,7 @@ def test_a_cuda_graph_of_either_follows_its_metadata(vllm_backend, make_sglang):
     lens = torch.ones(B, dtype=torch.int32, device="cuda")
     offsets = torch.arange(B + 1, dtype=torch.int32, device="cuda")
     implementation = vllm_backend.get_impl_cls()(HQ, D, D**-0.5, HKV)
-    metadata = vllm.Metadata(B, offsets, lens, table, True)
+    metadata = vllm.Metadata(B, offsets, lens, table, True, 1)
     output = torch.empty_like(q)
 
     pool = engines.Pool(pages * PAGE, HKV, D, torch.bfloat16)

@@ -31,10 +31,12 @@ def calls() -> dict[str, Any]:
     odd = torch.randn(v.numel() + 3, device="cuda").to(v.dtype)[3:].view_as(v)
     packed = [x[0].transpose(0, 1) for x in (q, k, v)]
     cu_seqlens = torch.tensor([0, 100, 300], dtype=torch.int32, device="cuda")
+    ones = torch.arange(3, dtype=torch.int32, device="cuda")
     page_table = torch.randperm(32, device="cuda").int().view(2, 16)
     kv_lens = torch.tensor([1900, 77], dtype=torch.int32, device="cuda")
     pages = torch.randn(2, 32, 128, 2, 64, device="cuda", dtype=torch.bfloat16)
     cache = torch.randn(2, 2, 2, 5000, 64, device="cuda", dtype=torch.bfloat16)
+    paging = {"page_table": page_table, "kv_lens": kv_lens}
     tokens = q.transpose(1, 2).contiguous().transpose(1, 2)
     paged, dense, varlen = (
         partial(call, causal=True)
@@ -45,6 +47,10 @@ def calls() -> dict[str, Any]:
         "decode": partial(paged, q[:, :, :1], *pages, page_table, kv_lens),
         "decode, tokens first": partial(paged, tokens[:, :, :3], *pages, page_table, kv_lens),
         "dense decode": partial(dense, q[:, :, :1], *cache),
+        "ragged": partial(varlen, packed[0], *pages, cu_seqlens, **paging),
+        "ragged, of one query": partial(
+            varlen, packed[0][:2], *pages, ones, **paging, max_seqlen_q=1
+        ),
     }
     for kernel in ("triton", "hopper"):
         found |= {
@@ -92,6 +98,8 @@ def in_a_graph(call: Any) -> Any:
         "decode",
         "decode, tokens first",
         "dense decode",
+        "ragged",
+        "ragged, of one query",
         "triton, dense",
         "triton, odd",
         "triton, varlen",

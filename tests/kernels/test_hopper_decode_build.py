@@ -125,6 +125,22 @@ def test_two_programs_with_both_consumers_fit_on_an_sm():
     assert 2 * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
 
 
+@pytest.mark.parametrize("D", [64, 128])
+def test_packed_sequences_of_few_rows_alone_have_the_narrow_consumer_alone(D):
+    tensors = packed(tensors_of(B=64, D=D, page=64))
+    problem = describe(tensors, Options(causal=True, max_seqlen_q=2))
+    bound = bind(launch.decode_launches(problem, tensors, PROCESSORS), tensors)
+    decode = bound["decode_kernel"]
+    built = compile_for_hopper(decode_kernel, decode.arguments, **decode.launch.options)
+    assert count([text for _, text in built.instructions])["HGMMA"] == 0
+    programs = plan.plan_of(problem).programs
+    assert programs * (built.kernel.metadata.shared + 1024) <= sizes.SHARED_BYTES + 1024
+    listing = bound["list_tiles"]
+    built = compile_for_hopper(listing.launch.kernel, listing.arguments, **listing.launch.options)
+    # What is NaN is written 16 bytes at a time.
+    assert any(text.startswith("STG.E.128") for _, text in built.instructions)
+
+
 @pytest.mark.parametrize("Sq", [1, 3], ids=["few rows", "more rows"])
 def test_machine_code_of_spans(Sq):
     tensors = tensors_of(D=64, Sq=Sq)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -35,6 +37,74 @@ def test_no_row_has_more_parts_than_there_is_room_for(D, Sq):
                 least, short = plan.least_span(problem), plan.least_of_short(problem)
                 span = span_of(length, wanted, least, 64, short, longest)
                 assert ceil_div(length, span) <= most
+
+
+@pytest.mark.parametrize("left", [None, 0, 700, 5000])
+@pytest.mark.parametrize(("D", "group"), [(64, 8), (128, 4), (256, 1)])
+@pytest.mark.parametrize("Hkv", [1, 8])
+def test_no_packed_sequence_of_few_queries_has_more_parts_than_there_is_room_for(
+    Hkv, D, group, left
+):
+    """Of as many queries as a call says that any has, or fewer."""
+    for n, bound in product((700, 16_384, 100_000), (1, 2, 8, 64)):
+        tensors = packed(tensors_of(B=2, Hq=group * Hkv, Hkv=Hkv, Sq=1, n=n, D=D))
+        options = Options(causal=True, window_left=left, max_seqlen_q=bound)
+        problem = describe(tensors, options)
+        most, short = plan.most_spans(problem), plan.least_of_short(problem)
+        sizes = plan.keys_per_row(problem), plan.LEAST_SPAN, plan.MOST_SPAN
+        for tokens in {1, 2, 3, 5, 8, 17, 64} & set(range(bound + 1)):
+            rows = min(tokens * group, plan.ROWS)
+            wanted = spans_of.fn(Hkv * ceil_div(tokens * group, plan.ROWS), plan.WANTED)
+            least = least_of.fn(rows, *sizes)
+            most_keys = plan.TALL_SPAN if tokens * group > plan.NARROW_ROWS else plan.MOST_SPAN
+            for length in {n, n - 1, n // 2} | set(range(1, min(n, 9000), 500)):
+                lo = 0 if left is None else min(max(length - tokens - left, 0), length)
+                span = span_of(length - lo, wanted, least, 64, short, most_keys)
+                assert ceil_div(length, span) - lo // span <= most
+
+
+def sizes_of(problem):
+    """What follows from the most queries of a sequence, but for room for rows of no sequence."""
+    n_programs = plan.programs_of(problem, PROCESSORS)
+    n_slots = min(n_programs, plan.tiles_of(problem) * problem.Hkv)
+    return {
+        "programs": n_programs,
+        "parts": (n_slots, plan.most_spans(problem), plan.tile_rows_of(problem)),
+        "plan": plan.plan_of(problem),
+        "narrow": (plan.narrow_rows(problem), plan.is_narrow(problem), plan.few_rows(problem)),
+        "folding": plan.folds_inside(problem, n_programs),
+        "fold": fold_plan.fold_plan(problem, n_slots, PROCESSORS),
+        "least": plan.least_span(problem),
+    }
+
+
+@pytest.mark.parametrize("n", [592, 2000, 16_384])
+@pytest.mark.parametrize(("B", "heads"), [(1, (32, 8)), (4, (8, 8)), (64, (32, 8))])
+@pytest.mark.parametrize(
+    ("D", "window", "Sq", "bound"),
+    [(64, None, 1, 1), (64, 127, 2, 2), (128, None, 1, 0), (128, None, 4, 3), (192, 1000, 4, 4)],
+)
+def test_packed_sequences_of_few_queries_have_the_plan_of_as_many_of_each(
+    B, heads, n, D, window, Sq, bound
+):
+    """If these are so few that all have the narrow consumer."""
+    alike = tensors_of(B=B, Hq=heads[0], Hkv=heads[1], n=n, Sq=Sq, D=D)
+    asked = Options(causal=True, window_left=window)
+    expected, ragged = describe(alike, asked), packed(alike)
+    problem = describe(ragged, asked._replace(max_seqlen_q=bound))
+    assert sizes_of(problem) == sizes_of(expected)
+    of_alike = launch.decode_launches(expected, alike, PROCESSORS).launches
+    launches = launch.decode_launches(problem, ragged, PROCESSORS).launches
+    assert [x.name for x in launches] == ["list_tiles", *(x.name for x in of_alike)]
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_where_some_sequences_may_have_more_rows_others_keep_the_narrow_consumer(D):
+    tensors = packed(tensors_of(B=3, Hq=32, Hkv=8, Sq=8, D=D))
+    problem = describe(tensors, Options(causal=True, max_seqlen_q=8))
+    without_bound = describe(tensors, Options(causal=True))
+    assert plan.narrow_rows(problem) == plan.narrow_rows(without_bound) > 0
+    assert not plan.is_narrow(problem)
 
 
 @pytest.mark.parametrize("D", [64, 128])

@@ -21,7 +21,7 @@ from lockstep.kernels.hopper.forward.scheduling import part_rule
 from lockstep.kernels.hopper.forward.scheduling.sequence_order import HEAD, NUMBERS
 
 pytestmark = needs_triton
-Skv, Hkv, BLOCK_Q = 9000, 8, 128
+Skv, Hkv, Dv, BLOCK_Q = 9000, 8, 24, 128
 # With so many, tall tiles have longer spans.
 KEYS_PER_ROW = plan.WIDE_KEYS_PER_ROW
 
@@ -37,10 +37,13 @@ def tiles_and_order(
     group: int = 4,
     least_queries: int | None = None,
     most_parts: int = 1,
+    longest: int | None = None,
+    refused: set[int] | None = None,
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]], int]:
     """The tiles of decode; what stands at each place of the forward, if it has long sequences, of
     those whose tiles have one part of their keys, and of others; and whether these others count
-    parts."""
+    parts. Without long sequences, none may have more than the `longest`. `refused`: the rows that
+    become NaN."""
     B, n = len(kv_lens), T * group // ROWS + len(kv_lens) + 1
     table = torch.full((1 + n, FIELDS), -9, dtype=torch.int32, device=DEVICE)
     given = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (offsets, kv_lens)]
@@ -49,11 +52,16 @@ def tiles_and_order(
     size = HEAD + NUMBERS * (B + 1) + 1
     orders = [torch.full((size,), -7, dtype=torch.int32, device=DEVICE) for _ in range(2)]
     arrivals = torch.full((701,), -7, dtype=torch.int32, device=DEVICE)
-    sizes = (B, T, Skv, Hkv, n_slots, least_queries or T + 1, BLOCK_Q)
+    out, lse = (torch.zeros(T, Hkv * group, *dims, device=DEVICE) for dims in ((Dv,), ()))
+    sizes = (B, T, Skv, Hkv, Dv, n_slots, least_queries or (longest or T) + 1, BLOCK_Q)
     sizes += (700, most_parts, Hkv * group, 1)
     constants = {"GROUP": group, "ROWS": ROWS, "KEYS_PER_ROW": KEYS_PER_ROW, "EARLY": False}
     constants |= {"SORTS": least_queries is not None, "CUTS": most_parts > 1}
-    list_tiles[(B + 1,)](*given, table, slots, *orders, arrivals, *sizes, **constants)
+    list_tiles[(B + 1,)](*given, table, slots, *orders, arrivals, out, lse, *sizes, **constants)
+    for x in (out, lse):
+        rows = x.isnan().view(T, -1)
+        assert rows.any(1).equal(rows.all(1))
+        assert set(rows.any(1).nonzero().flatten().tolist()) == (refused or set())
     assert slots[:, 0].tolist() == [-1] * n_slots + [5]
     count, tiles = int(table[0, 0]), table[1:].tolist()
     assert all(-9 not in x for x in tiles[:count])
@@ -92,6 +100,29 @@ def test_wrong_numbers_have_no_keys_and_every_row_has_a_tile():
     ]  # fmt: skip
     found = tiles_of([0, 50, 10], [100, 200], T=20)
     assert [(x[0], x[8], x[8] + x[1]) for x in found] == [(-1, 0, 10), (-1, 10, 20)]
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize(("B", "behind"), [(1, 3), (7, 5), (300, 2)])
+def test_a_sequence_longer_than_any_may_be_has_no_tile_and_is_nan(B, behind, wrong):
+    """So are rows of no sequence, if they are as many."""
+    draws, longest, group = random.Random(B), 4, 8
+    q_lens = [draws.choice((0, 1, 1, 4, 5, 300 // B)) for _ in range(B)]
+    offsets = [sum(q_lens[:b]) for b in range(B + 1)]
+    T = offsets[-1] + behind
+    given, right = list(offsets), [True] * (B + 1)
+    if wrong:
+        given[B // 2 + 1] = -1
+        offsets, right = clean(given, T)
+    ends = [*offsets[1:], T]
+    bounds = list(zip(offsets, ends, strict=True))
+    refused = {row for start, end in bounds if end - start > longest for row in range(start, end)}
+    found, *_ = tiles_and_order(given, [50] * B, T, group, longest=longest, refused=refused)
+    keys = [*(50 if right[b] and right[b + 1] else -1 for b in range(B)), -1]
+    assert found == [
+        expected(keys[b], end - start, b, 0, start, group)
+        for b, (start, end) in enumerate(bounds) if 0 < end - start <= longest
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("most_parts", [1, 4])

@@ -57,6 +57,56 @@ def test_each_sequence_has_the_bits_it_has_alone(kind):
         assert_same_bits(alone, some(together, rows))
 
 
+# Queries of each sequence, and a bound of them.
+FEW_QUERIES = {
+    "one": ([1] * 5, 1),
+    "one of many": ([1] * 70, 1),
+    "two": ([2] * 5, 2),
+    "five": ([5] * 5, 5),
+    "mixed": ([1, 5, 0, 3, 2, 1, 4], 5),
+    "one, of 64": ([1] * 5, 64),
+    "mixed, of 64": ([33, 1, 0, 64, 5], 64),
+}
+FEW_OF_KIND = [
+    *((kind, queries) for kind in KINDS for queries in ("one", "mixed")),
+    *(("fp16", queries) for queries in FEW_QUERIES if queries not in ("one", "mixed")),
+]
+
+
+@pytest.mark.parametrize(("kind", "queries"), FEW_OF_KIND)
+def test_a_bound_of_queries_changes_no_bit(kind, queries):
+    q_lens, bound = FEW_QUERIES[queries]
+    kv_lens = [max(q_lens[b], 1000 - 137 * b % 900) for b in range(len(q_lens))]
+    case = serve(q_lens, kv_lens, **KINDS[kind])
+    expected = attend(case)
+    case = case.replaced(max_seqlen_q=bound)
+    assert_same_bits(attend(case), expected)
+    # More queries of others are there, and belong to no sequence.
+    rows = slice(0, sum(q_lens))
+    q = torch.cat([case.tensors["q"], case.tensors["q"][:3]])
+    found = attend(case.replaced(q=q))
+    assert_same_bits(some(found, rows), expected)
+    assert found.out[rows.stop :].isnan().all()
+    assert found.lse[rows.stop :].isnan().all()
+
+
+@pytest.mark.parametrize("bound", [1, 2, 4])
+@pytest.mark.parametrize("heads", [(32, 8), (64, 8), (8, 8)])
+def test_sequences_with_more_queries_than_any_may_have_harm_none_but_themselves(heads, bound):
+    q_lens = [1, 200, 1, 9, 1, bound, 5, 1]
+    kv_lens = [1000, 900, 800, 700, 16, 500, 0, 3]
+    case = serve(q_lens, kv_lens, Hq=heads[0], Hkv=heads[1])
+    right, found = attend(case), attend(case.replaced(max_seqlen_q=bound))
+    starts = case.tensors["cu_seqlens_q"].tolist()
+    for b, n in enumerate(q_lens):
+        rows = slice(starts[b], starts[b] + n)
+        if n > bound:
+            assert found.out[rows].isnan().all()
+            assert found.lse[rows].isnan().all()
+        else:
+            assert_same_bits(some(found, rows), some(right, rows))
+
+
 @pytest.mark.parametrize(("Hq", "least"), [(8, 385), (16, 129), (32, 128), (40, 128)])
 def test_heads_decide_how_many_queries_are_long(Hq, least):
     """Both kernels' results of about as many queries are within the rule, and each is one's."""

@@ -114,17 +114,18 @@ def saved_of(tensors: Tensors) -> BackwardTensors:
     return BackwardTensors(*tensors, out, torch.stack((rows, rows), -1), drawn(*out.shape), rows)
 
 
-def problem_of(tensors: Tensors) -> Any:
-    return replace(describe(tensors, make_options(True, None, None, None)), device_type="cuda")
+def problem_of(tensors: Tensors, **options: Any) -> Any:
+    options = make_options(True, None, None, None, **options)
+    return replace(describe(tensors, options), device_type="cuda")
 
 
-def forward_of(kernel: str, tensors: Tensors) -> Any:
+def forward_of(kernel: str, tensors: Tensors, **options: Any) -> Any:
     prepare = {
         "triton": triton_forward.prepare,
         "hopper": hopper.KERNEL.prepare,
         "hopper_decode": decode.KERNEL.prepare,
     }[kernel]
-    return prepare(problem_of(tensors), tensors)
+    return prepare(problem_of(tensors, **options), tensors)
 
 
 def backward_of(kernel: str, saved: BackwardTensors) -> Any:
@@ -185,18 +186,23 @@ def test_forward(fake, kernel, case):
 
 
 @pytest.mark.parametrize(
-    ("Tq", "B", "expected"),
+    ("Tq", "B", "pages_of_each", "bound", "expected"),
     [
-        (100, 3, ["list_tiles", "decode_kernel", "fold_slots"]),
-        (300, 3, ["list_tiles", "decode_kernel", "forward_kernel", "fold_slots"]),
+        (100, 3, 16, None, ["list_tiles", "decode_kernel", "fold_slots"]),
+        (300, 3, 16, None, ["list_tiles", "decode_kernel", "forward_kernel", "fold_slots"]),
+        # No sequence has so many queries.
+        (300, 3, 16, 127, ["list_tiles", "decode_kernel", "forward_kernel", "fold_slots"]),
+        (300, 3, 16, 64, ["list_tiles", "decode_kernel", "fold_slots"]),
+        (300, 3, 16, 5, ["list_tiles", "decode_kernel", "fold_slots"]),
+        (300, 3, 4, 2, ["list_tiles", "decode_kernel"]),
     ],
 )
-def test_ragged_queries_in_pages(fake, Tq, B, expected):
+def test_ragged_queries_in_pages(fake, Tq, B, pages_of_each, bound, expected):
     q, pages = drawn(Tq, 32, 64), [drawn(8, 256, 8, 64) for _ in range(2)]
     offsets, lens = torch.zeros(B + 1, dtype=torch.int32), torch.zeros(B, dtype=torch.int32)
-    table = torch.zeros(B, 16, dtype=torch.int32)
+    table = torch.zeros(B, pages_of_each, dtype=torch.int32)
     tensors = Tensors(q, *pages, kv_lens=lens, cu_seqlens_q=offsets, page_table=table)
-    call = forward_of("hopper_decode", tensors)
+    call = forward_of("hopper_decode", tensors, max_seqlen_q=bound)
     for _ in range(3):
         call(tensors, tensors.addresses())
     assert [read.kernel for read in fake.launches] == expected

@@ -43,6 +43,14 @@ def test_options(name):
     assert_exact(drawn(**OPTIONS[name]))
 
 
+@pytest.mark.parametrize("bound", [40, 64, 1000])
+def test_a_bound_of_queries_changes_no_bit(bound):
+    case = drawn(causal=True)
+    found, expected = run(Case(case.tensors, {"causal": True, "max_seqlen_q": bound})), run(case)
+    assert same_bits(found.out, expected.out)
+    assert same_bits(found.lse, expected.lse)
+
+
 @pytest.mark.parametrize("page_size", [1, 7, 64])
 def test_page_sizes(page_size):
     assert_exact(drawn(page_size, torch.bfloat16, causal=True))

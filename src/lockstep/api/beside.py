@@ -56,6 +56,7 @@ def explain(
     page_table: Tensor | None = None,
     kv_starts: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    max_seqlen_q: int | None = None,
     query_invariant: bool = False,
     allow_tf32: bool = False,
     constant_time: bool = False,
@@ -90,6 +91,7 @@ def explain(
         kernel=kernel,
         constant_time=constant_time,
         secret_lengths=secret_lengths,
+        max_seqlen_q=max_seqlen_q,
     )
     tensors = Tensors(
         *(q, k, v, pad_bias(bias), sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table),

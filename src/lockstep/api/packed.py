@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import Tensor
 
 from lockstep.api.shared import VarlenOptions, run
 from lockstep.call import ops
+from lockstep.options import MAX_REACH, rounded_bound
 from lockstep.problem import Window
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def attention_varlen(
     sinks: Tensor | None = None,
     kv_starts: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    max_seqlen_q: int | None = None,
     return_lse: bool = False,
     query_invariant: bool = False,
     allow_tf32: bool = False,
@@ -82,6 +84,11 @@ def attention_varlen(
         kv_lens: [B] int32 or int64: the keys of each sequence with a page_table, its queries being
             the last ones; None without one.
         kv_starts: [B] int32 or int64, with a page_table: as for `attention_paged`.
+        max_seqlen_q: 0 or more, if the caller knows that no sequence has more queries than this. It
+            changes no bit. Up to 64, a call with a page_table launches fewer kernels on Hopper
+            GPUs, none for long sequences; elsewhere nothing changes. A sequence with more queries
+            raises on the CPU. On a GPU, where looking at lengths would wait for the device, its
+            rows of out and lse may be NaN, and others are as they should be.
 
     Wrong offsets raise on the CPU. On a GPU, where looking at them would wait for the device, they
     raise with LOCKSTEP_CHECK=1 in the environment. Without it, sequences that begin or end at a
@@ -114,10 +121,20 @@ def attention_varlen(
         ...     torch.randn(6, 8, 64), k, v, offsets, page_table=table, kv_lens=lens, causal=True
         ... ).shape
         torch.Size([6, 8, 64])
+
+        One new token of each of these sequences, as the caller knows:
+
+        >>> offsets, options = torch.tensor([0, 1, 2]), {"causal": True, "max_seqlen_q": 1}
+        >>> lockstep.attention_varlen(
+        ...     torch.randn(2, 8, 64), k, v, offsets, page_table=table, kv_lens=lens, **options
+        ... ).shape
+        torch.Size([2, 8, 64])
     """
+    if max_seqlen_q is not None:
+        max_seqlen_q = _bound_of_call(max_seqlen_q, q, page_table)
     option_arguments = (
         causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel,
-        constant_time, False,
+        constant_time, False, max_seqlen_q,
     )  # fmt: skip
     given = (
         q, k, v, None, sinks, kv_lens, cu_seqlens_q, cu_seqlens_k, page_table, kv_starts,
@@ -125,3 +142,13 @@ def attention_varlen(
     )  # fmt: skip
     operator = ops.attention_varlen if page_table is None else ops.attention_varlen_paged
     return run(operator, given, option_arguments, window, return_lse, kernel)
+
+
+def _bound_of_call(max_seqlen_q: Any, q: Any, page_table: Any) -> Any:
+    """The bound that a call goes on with: on a GPU one that many calls share, or None where no
+    kernel has a use for it; what is no bound stays, to be refused. On the CPU lengths are compared
+    with the bound as it is."""
+    is_bound = isinstance(max_seqlen_q, int) and not isinstance(max_seqlen_q, bool)
+    if not (is_bound and 0 <= max_seqlen_q <= MAX_REACH and getattr(q, "is_cuda", False)):
+        return max_seqlen_q
+    return None if page_table is None else rounded_bound(max_seqlen_q)

@@ -30,6 +30,7 @@ class VarlenOptions(CommonOptions, total=False):
     page_table: Tensor | None
     kv_lens: Tensor | None
     kv_starts: Tensor | None
+    max_seqlen_q: int | None
 
 
 class PagedOptions(CommonOptions, total=False):

@@ -238,6 +238,7 @@ def lookup_of_arguments(
     kernel: str | None,
     constant_time: bool,
     secret_lengths: bool,
+    max_seqlen_q: int | None = None,
 ) -> Lookup:
     """The lookup of calls of one layout with these arguments, the same each time for the same ones.
 
@@ -246,7 +247,7 @@ def lookup_of_arguments(
     """
     options = make_options(
         *(causal, window, scale, softcap, query_invariant, allow_tf32, return_lse, kernel),
-        *(constant_time, secret_lengths),
+        *(constant_time, secret_lengths, max_seqlen_q),
     )
     return Lookup((options, kernel))
 

@@ -86,7 +86,7 @@ class Attention:
     OPTIONS = (
         "bool causal, int? window_left, int? window_right, float? scale, float? softcap, "
         "bool query_invariant, bool allow_tf32, bool constant_time, bool secret_lengths, "
-        "str? kernel"
+        "int? max_seqlen_q, str? kernel"
     )
 
     def __init__(

@@ -49,7 +49,7 @@ def prepare(tensors: Tensors, options: Options, name: str | None) -> Prepared:
     @fork_safe
     def check_and_run(tensors: Tensors, addresses: list[int]) -> Result:
         if is_checked:
-            check_values(problem, tensors)
+            check_values(problem, tensors, options.max_seqlen_q)
         if is_contiguous:
             return run(tensors, addresses)
         rows = _with_contiguous_rows(tensors)
@@ -73,7 +73,7 @@ def prepare_backward(
     @fork_safe
     def check_and_run(given: BackwardTensors, addresses: list[int]) -> Gradients:
         if is_checked:
-            check_values(problem, given.inputs)
+            check_values(problem, given.inputs, options.max_seqlen_q)
         if is_contiguous:
             return run(given, addresses)
         rows = _with_contiguous_results(given)

@@ -32,6 +32,7 @@ class Settings(NamedTuple):
     allow_tf32: bool
     constant_time: bool
     secret_lengths: bool
+    max_seqlen_q: int | None
     kernel: str | None
 
     @property

@@ -156,9 +156,10 @@ def paged(
     block_table: Tensor,
     scores: Scores,
     alibi_slopes: Tensor | None = None,
+    max_seqlen_q: Any = None,
 ) -> tuple[Tensor, Tensor]:
     """out [Tq, Hq, Dv] and lse [Hq, Tq] of packed queries; keys are in pages [pages, page, Hkv, D],
-    `kv_lens` [B] of each sequence."""
+    `kv_lens` [B] of each sequence. `max_seqlen_q` is as a caller gives it."""
     out, lse = attention_varlen(
         q,
         k,
@@ -168,9 +169,15 @@ def paged(
         kv_lens=kv_lens,
         **scores._asdict(),
         alibi_slopes=alibi_slopes,
+        max_seqlen_q=bound_of(max_seqlen_q),
         return_lse=True,
     )
     return out, lse.transpose(0, 1)
+
+
+def bound_of(max_seqlen_q: Any) -> int | None:
+    """The most queries of a sequence, if it is a number: for a tensor the host might wait."""
+    return max_seqlen_q if isinstance(max_seqlen_q, int) else None
 
 
 def _used(offsets: Tensor, used: Tensor | None) -> Tensor:

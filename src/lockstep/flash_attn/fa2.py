@@ -160,7 +160,9 @@ def flash_attn_varlen_func(
         q: [Tq, Hq, D]
         k, v: [Tk, Hkv, D]; with a block_table [pages, page, Hkv, D]
         cu_seqlens_q, cu_seqlens_k: [B + 1] int32, from 0 to Tq and Tk.
-        max_seqlen_q, max_seqlen_k: Lockstep does not need them.
+        max_seqlen_q: With a block_table, no sequence has more queries; `lockstep.attention_varlen`
+            says what becomes of one that does. Lockstep does not need it otherwise.
+        max_seqlen_k: Lockstep does not need it.
         block_table: [B, max_pages] int32: the pages of each sequence; such calls are for inference.
 
     The other arguments are those of `flash_attn_func`.
@@ -182,7 +184,9 @@ def flash_attn_varlen_func(
         out, lse = packed(q, k, v, cu_seqlens_q, cu_seqlens_k, scores, alibi_slopes=alibi_slopes)
     else:
         lens = cu_seqlens_k.diff()
-        out, lse = paged(q, k, v, cu_seqlens_q, lens, block_table, scores, alibi_slopes)
+        out, lse = paged(
+            q, k, v, cu_seqlens_q, lens, block_table, scores, alibi_slopes, max_seqlen_q
+        )
     return (out, lse, None) if return_attn_probs else out
 
 

@@ -193,6 +193,8 @@ def flash_attn_with_kvcache(
     Args:
         cu_seqlens_q: [B + 1]: q is packed, [T, Hq, D], and so is the result.
         cu_seqlens_k_new: [B + 1]: k and v are packed, [T, Hkv, D].
+        max_seqlen_q: With cu_seqlens_q, no sequence has more queries; `lockstep.attention_varlen`
+            says what becomes of one that does.
         rotary_seqlens: [B]: where rotary positions begin, instead of `cache_seqlens`.
 
     Raises:
@@ -219,6 +221,7 @@ def flash_attn_with_kvcache(
         page_table=page_table,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k_new=cu_seqlens_k_new,
+        max_seqlen_q=max_seqlen_q,
         rotary_seqlens=rotary_seqlens,
     )
     return (out, lse) if return_softmax_lse else out

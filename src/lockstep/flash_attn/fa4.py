@@ -84,7 +84,7 @@ def flash_attn_varlen_func(
     """`lockstep.flash_attn.flash_attn_varlen_func` with the arguments of FlashAttention 4.
 
     With `page_table`, k and v are pages [pages, page, Hkv, D], and `seqused_k` or `cu_seqlens_k`
-    says how many keys a sequence has.
+    says how many keys a sequence has. There, no sequence has more queries than `max_seqlen_q`.
 
     Raises:
         ValueError: `cu_seqlens_q` or, without pages, `cu_seqlens_k` is not given.
@@ -103,7 +103,7 @@ def flash_attn_varlen_func(
         lens = cu_seqlens_k.diff() if cu_seqlens_k is not None and seqused_k is None else seqused_k
         if lens is None:
             raise ValueError("flash_attn_varlen_func needs seqused_k or cu_seqlens_k with pages")
-        out, lse = paged(q, k, v, cu_seqlens_q, lens, page_table, scores)
+        out, lse = paged(q, k, v, cu_seqlens_q, lens, page_table, scores, max_seqlen_q=max_seqlen_q)
     elif cu_seqlens_k is None:
         raise ValueError("flash_attn_varlen_func needs cu_seqlens_k, or page_table and seqused_k")
     else:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lockstep.api import attention_paged, attention_varlen
-from lockstep.flash_attn.conventions import Scores, dense
+from lockstep.flash_attn.conventions import Scores, bound_of, dense
 
 Pair = tuple[Tensor, Tensor]
 
@@ -85,6 +85,7 @@ def attend_to_cache(
     alibi_slopes: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: Any = None,
     rotary_seqlens: Tensor | None = None,
 ) -> Pair:
     """out [B, Sq, Hq, Dv] and lse [B, Hq, Sq], or of packed queries [T, Hq, Dv] and [Hq, T].
@@ -128,9 +129,9 @@ def attend_to_cache(
             "return_lse": True,
         }
         if cu_seqlens_q is not None:
-            out, lse = attention_varlen(
-                q, k_cache, v_cache, cu_seqlens_q, page_table=table, kv_lens=lens, **options
-            )
+            options |= {"page_table": table, "kv_lens": lens}
+            options |= {"max_seqlen_q": bound_of(max_seqlen_q)}
+            out, lse = attention_varlen(q, k_cache, v_cache, cu_seqlens_q, **options)
             return out, lse.transpose(0, 1)
         if page_table is not None:
             queries = q.transpose(1, 2)

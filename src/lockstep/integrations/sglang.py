@@ -46,6 +46,7 @@ class Metadata(NamedTuple):
     cu_seqlens_q: Tensor  # [B + 1] int32
     kv_lens: Tensor  # [B] int32
     page_table: Tensor  # [B, max_pages] int32
+    max_seqlen_q: int | None  # where a graph that records the step has it in every replay
 
 
 class Backend:
@@ -83,12 +84,14 @@ class Backend:
         B = seq_lens.shape[0]
         if mode.is_decode_or_idle():
             offsets = torch.arange(B + 1, dtype=torch.int32, device=seq_lens.device)
+            longest = 1
         else:
+            longest = None
             offsets = torch.zeros(B + 1, dtype=torch.int32, device=seq_lens.device)
             torch.cumsum(forward_batch.extend_seq_lens, 0, out=offsets[1:])
         requests = forward_batch.req_pool_indices[:, None]
         pages = self.slots[requests, self.firsts] // self.page
-        self.metadata = Metadata(offsets, seq_lens.int(), pages.int())
+        self.metadata = Metadata(offsets, seq_lens.int(), pages.int(), longest)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Graphs need no state: what they record makes its own."""
@@ -144,6 +147,7 @@ class Backend:
             scale=layer.scaling,
             softcap=layer.logit_cap or None,
             sinks=sinks,
+            max_seqlen_q=self.metadata.max_seqlen_q,
             query_invariant=self.query_invariant,
         )
         return out.reshape(-1, layer.tp_q_head_num * layer.v_head_dim)

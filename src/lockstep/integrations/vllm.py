@@ -47,6 +47,7 @@ class Metadata(NamedTuple):
     seq_lens: Tensor  # [B]
     block_table: Tensor  # [B, max_blocks]
     causal: bool
+    max_query_len: int
 
 
 class Builder:
@@ -61,6 +62,8 @@ class Builder:
             common.seq_lens,
             common.block_table_tensor,
             common.causal,
+            # Of a batch that a graph is captured with: the most of any that it is replayed for.
+            common.max_query_len,
         )
 
 
@@ -155,6 +158,7 @@ class Implementation:
             softcap=self.softcap,
             sinks=self.sinks,
             alibi_slopes=self.slopes,
+            max_seqlen_q=attn_metadata.max_query_len,
             query_invariant=self.query_invariant,
         )
         output[:n].copy_(out)

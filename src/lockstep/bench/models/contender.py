@@ -13,6 +13,7 @@ from torch import Tensor
 import lockstep
 from lockstep.bench.contender import Call
 from lockstep.bench.models.inputs import Inputs
+from lockstep.bench.models.packing import pack
 
 NAME = "lockstep"
 
@@ -55,7 +56,9 @@ def attention(inputs: Inputs, **options: Any) -> Call:
         "sinks": t.sinks,
     }
     if t.page_table is not None and t.cu_seqlens_q is not None:
-        options |= {"page_table": t.page_table, "kv_lens": t.kv_lens}
+        # What peers are told as well.
+        longest = pack(inputs).max_seqlen_q
+        options |= {"page_table": t.page_table, "kv_lens": t.kv_lens, "max_seqlen_q": longest}
         return partial(lockstep.attention_varlen, t.q, t.k, t.v, t.cu_seqlens_q, **options)
     if t.page_table is not None and t.kv_lens is not None:
         paged = (t.q, t.k, t.v, t.page_table, t.kv_lens)

@@ -5,6 +5,7 @@ Importing this package does not import Triton.
     plan.py      tile sizes, and how long a span of keys is
     span_rule.py that rule, on the host and on the device
     tiles.py     tiles of packed queries in the place of sequences
+    longer.py    sequences of more queries than a call says any has
     schedule.py  which program computes which spans
     runs.py      what the producer tells the consumer of each run
     producer.py  the warp that streams pages

@@ -40,11 +40,11 @@ from lockstep.kernels.hopper.decode.plan import (
     programs_of,
     query_order,
     query_tiles_of,
+    room_of,
     spans_wanted,
     starts_late,
     team_of,
     tile_rows_of,
-    tiles_of,
 )
 from lockstep.kernels.hopper.decode.spans.fold import fold_spans
 from lockstep.kernels.hopper.decode.tiles import FIELDS, list_tiles
@@ -74,7 +74,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
     ]
     n_programs = programs_of(problem, n_processors)
     n_rows, n_spans = tile_rows_of(problem), most_spans(problem)
-    n_slots = min(n_programs, tiles_of(problem) * problem.Hkv)
+    n_slots = min(n_programs, room_of(problem) * problem.Hkv)
     assert n_slots <= MOST_SLOTS, f"{n_slots} slots: `folding/units.py` looks at {MOST_SLOTS}"
     n_numbers = INVARIANT_PART_NUMBERS if problem.query_invariant else PART_NUMBERS
     # A pointer that is not used may be any.
@@ -150,7 +150,7 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
 
 def _tiles(problem: AttentionProblem) -> Buffer | None:
     """Memory for the table of tiles of packed queries."""
-    return Buffer((1 + tiles_of(problem), FIELDS), torch.int32) if problem.is_packed else None
+    return Buffer((1 + room_of(problem), FIELDS), torch.int32) if problem.is_packed else None
 
 
 def _listing(
@@ -159,14 +159,14 @@ def _listing(
     """The launch that writes that table, and puts long sequences in order."""
     if not problem.is_packed:
         return []
-    sizes = {name: getattr(problem, name) for name in ("B", "Sq", "Skv", "Hkv")}
+    sizes = {name: getattr(problem, name) for name in ("B", "Sq", "Skv", "Hkv", "Dv")}
     sizes |= {"n_slots": n_slots}
     sizes |= {"GROUP": problem.Hq // problem.Hkv, "ROWS": ROWS, "EARLY": True}
     sizes |= {"KEYS_PER_ROW": keys_per_row(problem), "SORTS": long is not None}
     names = _renamed(list_tiles, names)
     if long is None:
-        # No sequence has as many queries, and there is no order.
-        sizes |= {"least_queries": problem.Sq + 1, "block_q": ROWS, "Hq": problem.Hq}
+        # No sequence has as many queries, or one that does is refused, and there is no order.
+        sizes |= {"least_queries": problem.longest_q + 1, "block_q": ROWS, "Hq": problem.Hq}
         sizes |= {"n_arrivals": 0, "most_parts": 1, "diagonal": 0, "CUTS": False}
         names |= dict.fromkeys(("sequence_order", "cut_order", "tile_arrivals"), "slots")
     else:
@@ -236,7 +236,7 @@ def _numbers(
         "stride_vs": v.stride(1),
         "stride_vh": v.stride(2),
         "stride_tb": 0 if fitted.page_table is None else fitted.page_table.stride(0),
-        "B": tiles_of(problem),
+        "B": room_of(problem),
         "group": problem.Hq // problem.Hkv,
         "heads": problem.Hkv,
         "q_tiles": query_tiles_of(problem),

@@ -112,7 +112,7 @@ def plan_of(problem: AttentionProblem) -> Plan:
 
 def is_narrow(problem: AttentionProblem) -> bool:
     """Whether a build has the narrow consumer alone."""
-    return not problem.is_packed and rows_of(problem) <= narrow_rows(problem)
+    return not is_ragged(problem) and rows_of(problem) <= narrow_rows(problem)
 
 
 def query_order(problem: AttentionProblem) -> str:
@@ -132,9 +132,16 @@ def _widest(problem: AttentionProblem) -> int:
     return columns_of(max(problem.D, problem.Dv))
 
 
+def is_ragged(problem: AttentionProblem) -> bool:
+    """Whether sequences may have more or fewer tiles of query rows than others: packed ones, unless
+    none has more rows than a tile."""
+    has_bound = problem.max_seqlen_q is not None and rows_of(problem) <= ROWS
+    return problem.is_packed and not has_bound
+
+
 def rows_of(problem: AttentionProblem) -> int:
-    """Query rows of one KV head: the query heads that share it are packed into rows."""
-    return problem.Sq * (problem.Hq // problem.Hkv)
+    """The most query rows of one KV head: the query heads that share it are packed into rows."""
+    return problem.longest_q * (problem.Hq // problem.Hkv)
 
 
 def tile_rows_of(problem: AttentionProblem) -> int:
@@ -152,12 +159,14 @@ def few_rows(problem: AttentionProblem) -> int:
 
 
 def narrow_rows(problem: AttentionProblem) -> int:
-    """Rows up to which a sequence has the narrow consumer. Where all sequences have as many rows, 0
-    in builds without it, and fewer in those for fewer."""
+    """Rows up to which a sequence has the narrow consumer. Where no sequence has more, fewer in
+    builds for fewer; where all have as many, 0 in builds without it."""
     most, rows = _most_narrow_rows(problem), rows_of(problem)
-    if problem.is_packed or problem.query_invariant:
+    if is_ragged(problem) or problem.query_invariant:
         return most
-    return 0 if rows > most else FEW_ROWS if rows <= FEW_ROWS else most
+    if rows > most:
+        return most if problem.is_packed else 0
+    return FEW_ROWS if rows <= FEW_ROWS else most
 
 
 def _most_narrow_rows(problem: AttentionProblem) -> int:
@@ -219,11 +228,17 @@ def query_tiles_of(problem: AttentionProblem) -> int:
 
 
 def tiles_of(problem: AttentionProblem) -> int:
-    """Tiles of query rows; if queries are packed, those for which there is room."""
-    if problem.is_packed:
-        # One spare tile for each sequence, and those of the rows behind the last.
-        return rows_of(problem) // ROWS + problem.B + 1
-    return problem.B * query_tiles_of(problem)
+    """Tiles of query rows; of ragged queries, those for which there is room."""
+    return room_of(problem) if is_ragged(problem) else problem.B * query_tiles_of(problem)
+
+
+def room_of(problem: AttentionProblem) -> int:
+    """Tiles of query rows for which there is room."""
+    if not problem.is_packed:
+        return tiles_of(problem)
+    # One spare tile for each sequence, and those of the rows behind the last.
+    rows = problem.Sq * (problem.Hq // problem.Hkv)
+    return (rows // ROWS if is_ragged(problem) else 0) + problem.B + 1
 
 
 def programs_of(problem: AttentionProblem, n_processors: int) -> int:
@@ -236,7 +251,7 @@ def programs_of(problem: AttentionProblem, n_processors: int) -> int:
     if each > 1 and one_each and has_few_spans(problem):
         return one_each
     fewer = min(n_processors, EVEN_PROCESSORS) // team * team * each
-    if fewer > 0 and not problem.is_packed:
+    if fewer > 0 and not is_ragged(problem):
         if _is_even(problem, fewer):
             return fewer
         # Where a team has a part of the heads only, all of a sequence are read at one time then.
@@ -252,7 +267,7 @@ def programs_of(problem: AttentionProblem, n_processors: int) -> int:
 def has_few_spans(problem: AttentionProblem) -> bool:
     """Whether a call with few rows has few spans of each head, and no more of all heads than there
     are SMs. It is faster with a program to an SM, and with what it has cut folded inside."""
-    if problem.query_invariant or problem.is_packed or rows_of(problem) > FEW_ROWS:
+    if problem.query_invariant or is_ragged(problem) or rows_of(problem) > FEW_ROWS:
         return False
     spans = most_spans(problem)
     return spans <= FEW_SPANS and tiles_of(problem) * problem.Hkv * spans <= WANTED
@@ -297,7 +312,10 @@ def least_span(problem: AttentionProblem) -> int:
     """`least_of` of a problem, the least of any sequence of packed queries."""
     if problem.query_invariant:
         return SPAN
-    rows = 1 if problem.is_packed else tile_rows_of(problem)
+    rows = tile_rows_of(problem)
+    if problem.is_packed:
+        # Those of one query.
+        rows = 1 if is_ragged(problem) else problem.Hq // problem.Hkv
     return int(least_of.fn(rows, keys_per_row(problem), LEAST_SPAN, MOST_SPAN))
 
 
@@ -331,7 +349,7 @@ def most_spans(problem: AttentionProblem) -> int:
 def _parts(problem: AttentionProblem) -> int:
     keys = _most_keys_seen(problem)
     wanted, fewest = spans_wanted(problem), -(-keys // MOST_SPAN)
-    if problem.is_packed:
+    if is_ragged(problem):
         # Sequences of several tiles want fewer, and have at most as many more than the fewest.
         wanted += max(fewest - 1, 0)
     else:
@@ -346,9 +364,9 @@ def _parts(problem: AttentionProblem) -> int:
 
 
 def _most_keys_seen(problem: AttentionProblem) -> int:
-    """The most keys of a sequence that its queries see between them. Of packed queries the host
+    """The most keys of a sequence that its queries see between them. Of ragged queries the host
     does not know how many a sequence has."""
     left = problem.window[0]
-    if left is None or problem.is_packed:
+    if left is None or is_ragged(problem):
         return problem.Skv
-    return min(problem.Skv, problem.Sq + left)
+    return min(problem.Skv, problem.longest_q + left)

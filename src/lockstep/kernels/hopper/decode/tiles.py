@@ -6,7 +6,8 @@ once. The first row of the table has the number of tiles, which follow in the or
 There is room for every batch of as many queries and sequences.
 
 Long sequences may be the forward's (`forward/ragged_pages.py`). They have no tiles here, and the
-same kernel puts them in order for the forward.
+same kernel puts them in order for the forward. Otherwise a call may say how many queries a sequence
+has at most; one that has more has no tiles, either (`longer.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from lockstep.kernels.hopper.decode import plan
 from lockstep.kernels.hopper.decode.folding.fold_plan import MOST_SLOTS
+from lockstep.kernels.hopper.decode.longer import refuse_longer
 from lockstep.kernels.hopper.decode.span_rule import least_of, spans_of
 from lockstep.kernels.hopper.forward.scheduling import part_rule
 from lockstep.kernels.hopper.forward.scheduling.part_rule import parts_of
@@ -53,10 +55,13 @@ def list_tiles(
     sequence_order_ptr,  # `sequence_order.py`: of long sequences
     cut_order_ptr,  # and of those of them whose tiles have several parts of their keys
     tile_arrivals_ptr,  # [n_arrivals], `forward/key_parts.py`
+    out_ptr,  # [Tq, Hq, Dv], contiguous, and lse [Tq, Hq]
+    lse_ptr,
     B,
     Sq,
     Skv,
     Hkv,
+    Dv,
     n_slots,
     least_queries,  # of sequences that are the forward's, in tiles of block_q rows
     block_q,
@@ -67,7 +72,7 @@ def list_tiles(
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS_PER_ROW: tl.constexpr,
-    SORTS: tl.constexpr,  # long sequences are the forward's
+    SORTS: tl.constexpr,  # long sequences are the forward's, and refused otherwise
     CUTS: tl.constexpr,  # tiles of some may have several parts
     EARLY: tl.constexpr,  # the next kernel may start before this one ends, and waits itself
 ):
@@ -83,7 +88,6 @@ def list_tiles(
     q_start = q_start.to(tl.int32)
     given_len = _checked_keys(kv_lens_ptr, b, Skv, B)
     kv_len = tl.where(is_good, given_len, -1)
-    is_long = False
     if SORTS:
         # Rows of no sequence stay here, however many.
         is_long = (n_q >= least_queries) & (b < B)
@@ -102,6 +106,8 @@ def list_tiles(
             _store_place(cut_order_ptr, B, b, is_cut, cut, q_start, n_q, kv_len)
             # All sequences of this order say the same.
             tl.store(cut_order_ptr + 1, has_slot_each, mask=is_cut)
+    else:
+        is_long = refuse_longer(out_ptr, lse_ptr, q_start, n_q, least_queries, Hq, Dv)
     count = tl.where(is_long, 0, tl.cdiv(n_q * GROUP, ROWS))
     _write_tiles(
         tiles_ptr + (1 + before) * _FIELDS, count, b, q_start, n_q, kv_len, Hkv, GROUP, ROWS,

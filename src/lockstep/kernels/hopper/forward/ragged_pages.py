@@ -43,7 +43,7 @@ def has_long_sequences(problem: AttentionProblem) -> bool:
     """Whether a call may have sequences that are the forward's."""
     if problem.layout != "varlen_paged" or problem.query_invariant:
         return False
-    is_long = problem.Sq >= least_queries_in_pages(problem)
+    is_long = problem.longest_q >= least_queries_in_pages(problem)
     return is_long and has_tiles_in_pages(problem) and not has_too_many_rows(problem)
 
 
