@@ -14,7 +14,7 @@ from lockstep.problem import AttentionProblem
 
 # Parts that all tiles of a sequence make together, if its keys are many enough; the most of a tile;
 # and the keys of one, of those that all queries see.
-WANTED, MOST, LEAST_KEYS = 132, 4, 1024
+WANTED, MOST, LEAST_KEYS = 132, 4, 2048
 # Up to so many parts of a call, programs draw each by itself; else a tile with all of them.
 UNITS = 264
 
