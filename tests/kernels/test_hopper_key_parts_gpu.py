@@ -13,9 +13,9 @@ from lockstep.kernels.hopper.forward.scheduling.part_rule import LEAST_KEYS, MOS
 
 pytestmark = needs_hopper
 
-# Of 32 heads: four parts, two, two, one for lack of keys, and two sequences of decode.
-Q_LENS = [128, 200, 130, 250, 3, 1]
-KV_LENS = [4500, 2700, 4111, 2200, 4500, 17]
+# Of 32 heads: four parts, two, three, one for lack of keys, and two sequences of decode.
+Q_LENS = [128, 200, 128, 250, 3, 1]
+KV_LENS = [8500, 4500, 6400, 3000, 4500, 17]
 KINDS = {
     "D 64": {"D": 64},
     "fp16": {"dtype": F16},
@@ -52,7 +52,7 @@ def test_the_sequences_here_have_as_many_parts_as_is_said():
         parts_of.fn(n, keys - q, WANTED, MOST, LEAST_KEYS)
         for n, keys, q in zip(tiles, KV_LENS, Q_LENS, strict=False)
     ]
-    assert parts == [4, 2, 2, 1]
+    assert parts == [4, 2, 3, 1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,7 +97,7 @@ def test_peaked_scores_and_a_row_that_overflows_in_one_part(sigma):
     q, k, table = case.tensors["q"], case.tensors["k"], case.tensors["page_table"]
     q *= sigma
     # One key in the second part of sequence 0 has it all for some heads.
-    k[table[0, 1500 // 16].long(), 1500 % 16, :2] *= 60
+    k[table[0, 3000 // 16].long(), 3000 % 16, :2] *= 60
     together = attend(case)
     assert_allowed(case, together.items(), kernel="hopper_decode")
     for b in (0, 1, 2):
@@ -109,8 +109,8 @@ def test_values_that_are_not_finite_stay_with_the_rows_that_see_them():
     case = serve_chunks()
     v, table = case.tensors["v"], case.tensors["page_table"]
     for b, key, d, value in (
-        (0, 4498, 3, NAN),
-        (0, 4400, 5, INF),
+        (0, 8498, 3, NAN),
+        (0, 8400, 5, INF),
         (1, 3, 9, INF),
         (2, 2000, 7, -INF),
     ):
