@@ -33,7 +33,7 @@ def cuts_keys(problem: AttentionProblem) -> bool:
     hundred queries meet long caches. Windows leave too few keys."""
     if not problem.is_paged or problem.window[0] is not None or problem.query_invariant:
         return False
-    return 2 * problem.Hq <= WANTED and problem.Skv >= 2 * LEAST_KEYS
+    return 2 * problem.Hq <= WANTED
 
 
 def most_parts(problem: AttentionProblem, n_q_tiles: int) -> int:
