@@ -127,7 +127,7 @@ def as_python(function: Any, **more: Any) -> Callable:
         ),
         "parts_of": part_rule.parts_of.fn,
         "WANTED": part_rule.WANTED,
-        "MOST": part_rule.MOST,
+        "MOST_PARTS": part_rule.MOST,
         "LEAST_KEYS": part_rule.LEAST_KEYS,
     }
     if function not in GROUPED_ROWS + TILE_PARTS:

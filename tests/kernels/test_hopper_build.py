@@ -31,6 +31,7 @@ from lockstep.kernels.hopper.common import sizes
 from lockstep.kernels.hopper.common.capped_weights import TIERS
 from lockstep.kernels.hopper.forward import launch, plan
 from lockstep.kernels.hopper.forward.kernel import forward_kernel
+from lockstep.kernels.hopper.forward.scheduling.part_rule import most_parts
 from lockstep.simt.taint.code import parse, read_code
 
 PROCESSORS = 132
@@ -198,6 +199,22 @@ def test_machine_code_of_softcap():
             names = [text.split()[0] for text in part]
             runs = [len(list(run)) for name, run in groupby(names) if name == "MUFU.EX2"]
             assert max(runs) <= 4
+
+
+@pytest.mark.parametrize(
+    "D", [80, *(pytest.param(D, marks=pytest.mark.slow) for D in (64, 128, 256))]
+)
+def test_products_of_tiles_with_parts_of_their_keys_find_their_operands(D):
+    """Both passes: ptxas left a descriptor that two branches need to one of them."""
+    B, Hkv, page, keys = 2, 2, 16, 16_384
+    pages = torch.empty(64, page, Hkv, D, dtype=torch.bfloat16)
+    table = torch.empty(B, keys // page, dtype=torch.int32)
+    lens = torch.empty(B, dtype=torch.int32)
+    q = torch.empty(B, 8, 512, D, dtype=torch.bfloat16)
+    tensors = Tensors(q, pages, pages, page_table=table, kv_lens=lens)
+    assert most_parts(describe(tensors, Options(causal=True)), 4) == 4
+    built = build_for(tensors, {"causal": True})
+    assert "serialized" not in built.report
 
 
 def test_machine_code_of_pages():

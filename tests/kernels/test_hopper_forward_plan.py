@@ -367,7 +367,7 @@ def test_later_calls_bring_their_own_addresses(monkeypatch, aligned):
     ((_, *addresses),) = launched
     bases, pointers = addresses[:4], tuple(addresses[4:])
     of_rows = (lse.data_ptr(), statistics.data_ptr())
-    assert pointers == (out.data_ptr(), *of_rows, *[lse.data_ptr()] * 6)
+    assert pointers == (out.data_ptr(), *of_rows, *[lse.data_ptr()] * 9)
     expected = [x.data_ptr() for x in (*others[:3], out)]
     if aligned:
         assert list(bases) == expected

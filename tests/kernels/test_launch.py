@@ -185,13 +185,17 @@ def test_forward(fake, kernel, case):
     assert ("sort_sequences_kernel" in names) == (case == "many packed" and kernel == "hopper")
 
 
+# Of tiles whose keys have one part, and of others.
+FORWARDS = ("forward_kernel",) * 2
+
+
 @pytest.mark.parametrize(
     ("Tq", "B", "pages_of_each", "bound", "expected"),
     [
         (100, 3, 16, None, ["list_tiles", "decode_kernel", "fold_slots"]),
-        (300, 3, 16, None, ["list_tiles", "decode_kernel", "forward_kernel", "fold_slots"]),
+        (300, 3, 16, None, ["list_tiles", "decode_kernel", *FORWARDS, "fold_slots"]),
         # No sequence has so many queries.
-        (300, 3, 16, 127, ["list_tiles", "decode_kernel", "forward_kernel", "fold_slots"]),
+        (300, 3, 16, 127, ["list_tiles", "decode_kernel", *FORWARDS, "fold_slots"]),
         (300, 3, 16, 64, ["list_tiles", "decode_kernel", "fold_slots"]),
         (300, 3, 16, 5, ["list_tiles", "decode_kernel", "fold_slots"]),
         (300, 3, 4, 2, ["list_tiles", "decode_kernel"]),

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 # Numbers that are written together.
-_TOGETHER: tl.constexpr = tl.constexpr(512)
+_AT_ONCE: tl.constexpr = tl.constexpr(512)
 
 
 @triton.jit
@@ -28,6 +28,6 @@ def refuse_longer(out_ptr, lse_ptr, q_start, n_q, least, Hq, Dv):
 @triton.jit
 def _fill(to_ptr, n):
     """Write n times NaN."""
-    for first in range(0, n, _TOGETHER):
-        at = first + tl.arange(0, _TOGETHER)
+    for first in range(0, n, _AT_ONCE):
+        at = first + tl.arange(0, _AT_ONCE)
         tl.store(to_ptr + at, float("nan"), mask=at < n)

@@ -7,7 +7,7 @@ from lockstep.kernels.hopper.forward.scheduling import part_rule
 from lockstep.kernels.hopper.forward.scheduling.part_rule import parts_of
 from lockstep.kernels.hopper.forward.scheduling.tile import Keys
 
-WANTED, MOST = gl.constexpr(part_rule.WANTED), gl.constexpr(part_rule.MOST)
+WANTED, MOST_PARTS = gl.constexpr(part_rule.WANTED), gl.constexpr(part_rule.MOST)
 LEAST_KEYS = gl.constexpr(part_rule.LEAST_KEYS)
 
 
@@ -17,7 +17,7 @@ def parts_of_tile(schedule, n_tiles, len_q, len_kv):
     seen_by_all = len_kv
     if schedule.HAS_RIGHT:
         seen_by_all -= len_q
-    return parts_of(n_tiles * schedule.Hq, seen_by_all, WANTED, MOST, LEAST_KEYS)
+    return parts_of(n_tiles * schedule.Hq, seen_by_all, WANTED, MOST_PARTS, LEAST_KEYS)
 
 
 @gluon.jit
@@ -25,7 +25,7 @@ def keys_of(part, n_parts, slot, has_slot):
     """All keys, of which this is to be one part; it has that slot, or one of the program, which
     is -1 less its number."""
     every = Keys.every(part)
-    slot = gl.where(has_slot, slot, -1 - gl.program_id(0) * MOST)
+    slot = gl.where(has_slot, slot, -1 - gl.program_id(0) * MOST_PARTS)
     return Keys(part, n_parts, slot, every.first_block, every.end_block)
 
 
