@@ -24,7 +24,7 @@ from lockstep.bench.models.inputs import Inputs, make
 from lockstep.bench.models.measure import graphed
 from lockstep.kernels.hopper.decode import launch
 from lockstep.kernels.hopper.forward import ragged_pages
-from lockstep.kernels.hopper.forward.scheduling import tiling
+from lockstep.kernels.hopper.forward.scheduling import part_rule, tiling
 from lockstep.kernels.launch import Launches
 from lockstep.models import Layer
 from lockstep.output import results
@@ -62,6 +62,10 @@ CASES = (
     _case(512, 8, 0, 16_000, 8, 1),
     _case(512, 1, 40, 8000, 8, 1),
     _case(256, 1, 0, 100_000, 8, 1),
+    _case(64, 1, 0, 1500),
+    _case(64, 1, 0, 60_000),
+    _case(64, 32, 0, 1500),
+    _case(200, 6, 0, 8000),
 )
 
 
@@ -79,7 +83,7 @@ def contenders(inputs: Inputs) -> dict[str, Callable[[], tuple[Tensor, ...]]]:
                     mock.patch.object(launch, "has_long_sequences", return_value=False)
                 )
             if not cuts:
-                for module in (ragged_pages, tiling):
+                for module in (part_rule, ragged_pages, tiling):
                     patches.enter_context(
                         mock.patch.object(module, "cuts_keys", return_value=False)
                     )

@@ -16,8 +16,9 @@ from lockstep.models import Layer
 Work = Literal["prefill", "packed", "decode", "serve", "training"]
 WORKS: tuple[Work, ...] = ("prefill", "packed", "decode", "serve", "training")
 # Lengths that stand for all: a prompt, packed prompts that are sorted by length, a chunk of a
-# prompt, what is left for a last chunk, a draft to verify, and a long and a short cache.
-PROMPT, PACKED, CHUNK, REST, DRAFT, LONG, SHORT = 1024, 8192, 256, 96, 4, 16384, 256
+# prompt, what is left for a last chunk, or little of it, a draft to verify, and a long and a short
+# cache.
+PROMPT, PACKED, CHUNK, REST, LITTLE, DRAFT, LONG, SHORT = 1024, 8192, 256, 96, 24, 4, 16384, 256
 # Head dims up to which the length decides between more builds; lengths that have another one, if
 # causal and for narrow heads, for the forward and for the backward; and how many sequences make
 # packed ones short, and how many not as short.
@@ -255,7 +256,7 @@ def _served(layer: Layer, page: int) -> Iterator[SampleCall]:
 def _decoded(layer: Layer, page: int) -> Iterator[SampleCall]:
     """A few queries against a cache, and chunks; of another sequence's keys, one query."""
     if layer.causal:
-        caches = [(n, LONG) for n in (1, DRAFT, REST, CHUNK, PROMPT)] + [(1, SHORT)]
+        caches = [(n, LONG) for n in (1, DRAFT, LITTLE, REST, CHUNK, PROMPT)] + [(1, SHORT)]
         yield from (SampleCall(layer, "paged", *of, page=page) for of in caches)
         caches = [(1, LONG), (DRAFT, LONG), (DRAFT, PROMPT)]
         yield from (SampleCall(layer, "paged", *of, page=page, B=MANY) for of in caches)

@@ -164,7 +164,7 @@ def test_results_lie_in_memory_as_the_queries_do(Sq):
     assert out.transpose(1, 2).is_contiguous()
 
 
-@pytest.mark.parametrize("window", [None, (150, 0)])
+@pytest.mark.parametrize("window", [None, (300, 0)])
 @pytest.mark.parametrize(
     ("D", "Hq"),
     [(64, 8), (96, 4), (96, 8), (128, 4), (128, 8), (160, 2), (160, 8), (256, 4), (256, 8)],

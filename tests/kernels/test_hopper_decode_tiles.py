@@ -39,11 +39,13 @@ def tiles_and_order(
     most_parts: int = 1,
     longest: int | None = None,
     refused: set[int] | None = None,
+    few_queries: int = 0,
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]], int]:
     """The tiles of decode; what stands at each place of the forward, if it has long sequences, of
     those whose tiles have one part of their keys, and of others; and whether these others count
     parts. Without long sequences, none may have more than the `longest`. `refused`: the rows that
-    become NaN."""
+    become NaN. Of sequences with `few_queries`, and if these are any, of those with parts, the
+    heads of a group share tiles."""
     B, n = len(kv_lens), T * group // ROWS + len(kv_lens) + 1
     table = torch.full((1 + n, FIELDS), -9, dtype=torch.int32, device=DEVICE)
     given = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (offsets, kv_lens)]
@@ -54,7 +56,8 @@ def tiles_and_order(
     arrivals = torch.full((701,), -7, dtype=torch.int32, device=DEVICE)
     out, lse = (torch.zeros(T, Hkv * group, *dims, device=DEVICE) for dims in ((Dv,), ()))
     sizes = (B, T, Skv, Hkv, Dv, n_slots, least_queries or (longest or T) + 1, BLOCK_Q)
-    sizes += (700, most_parts, Hkv * group, 1)
+    sizes += (700, most_parts, Hkv * group, 1, group if few_queries else 1, 1)
+    sizes += (T if least_queries else longest or T, few_queries)
     constants = {"GROUP": group, "ROWS": ROWS, "KEYS_PER_ROW": KEYS_PER_ROW, "EARLY": False}
     constants |= {"SORTS": least_queries is not None, "CUTS": most_parts > 1}
     list_tiles[(B + 1,)](*given, table, slots, *orders, arrivals, out, lse, *sizes, **constants)
@@ -81,7 +84,7 @@ def expected(kv_len: int, n_q: int, b: int, tile: int, start: int, group: int = 
     n_rows = n_q * group
     spans = spans_of.fn(Hkv * -(-n_rows // ROWS), plan.WANTED)
     least = least_of.fn(min(n_rows, ROWS), KEYS_PER_ROW, plan.LEAST_SPAN, plan.MOST_SPAN)
-    before, behind = tile * ROWS // group, max(n_q - (tile + 1) * ROWS // group, 0)
+    before, behind = tile * ROWS // group, max(n_q + -(tile + 1) * ROWS // group, 0)
     return [kv_len, n_q, spans, least, before, behind, b, tile, start]
 
 
@@ -125,10 +128,10 @@ def test_a_sequence_longer_than_any_may_be_has_no_tile_and_is_nan(B, behind, wro
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("most_parts", [1, 4])
+@pytest.mark.parametrize(("most_parts", "group"), [(1, 1), (4, 1), (1, 4), (8, 4), (8, 7)])
 @pytest.mark.parametrize("wrong", [False, True])
 @pytest.mark.parametrize("B", [1, 7, 300])
-def test_long_sequences_are_the_forward_s_and_all_others_have_tiles(B, wrong, most_parts):
+def test_long_sequences_are_the_forward_s_and_all_others_have_tiles(B, wrong, most_parts, group):
     draws = random.Random(B)
     q_lens = [draws.choice((0, 1, 127, 128, 500)) for _ in range(B)]
     kv_lens = [draws.choice((-3, 0, 77, 900, 8999, 9001)) for _ in range(B)]
@@ -138,7 +141,10 @@ def test_long_sequences_are_the_forward_s_and_all_others_have_tiles(B, wrong, mo
     if wrong:
         given[B // 2 + 1] = T + 1
         offsets, right = clean(given, T)
-    found, whole, cut, counts_parts = tiles_and_order(given, kv_lens, T, 1, 128, most_parts)
+    few_queries = 200 if group > 1 and most_parts > 1 else 0
+    found, whole, cut, counts_parts = tiles_and_order(
+        given, kv_lens, T, group, 128, most_parts, few_queries=few_queries
+    )
 
     ends = [*offsets[1:], T]
     n_q = [end - start for start, end in zip(offsets, ends, strict=True)]
@@ -146,29 +152,36 @@ def test_long_sequences_are_the_forward_s_and_all_others_have_tiles(B, wrong, mo
     keys = [*(n if right[b] and right[b + 1] else -1 for b, n in enumerate(keys)), -1]
     is_long = [n >= 128 and b < B for b, n in enumerate(n_q)]
     assert found == [
-        expected(keys[b], n_q[b], b, tile, offsets[b], 1)
-        for b in range(B + 1) if not is_long[b] for tile in range(-(-n_q[b] // ROWS))
+        expected(keys[b], n_q[b], b, tile, offsets[b], group)
+        for b in range(B + 1) if not is_long[b] for tile in range(-(-n_q[b] * group // ROWS))
     ]  # fmt: skip
+
+    shared = group if few_queries else 1
+
+    def n_tiles(b: int, heads: int = shared) -> int:
+        """Of all heads of a group, if they share tiles: rows come in boxes of 8 queries."""
+        return -(-(-(-n_q[b] // 8) * 8 * heads) // BLOCK_Q)
 
     def n_parts(b: int) -> int:
         n = kv_lens[b] if 0 <= kv_lens[b] <= Skv else -1
-        tiles = -(-n_q[b] // BLOCK_Q) * Hkv
+        tiles = n_tiles(b) * Hkv * group // shared
         rule = part_rule.WANTED, most_parts, part_rule.LEAST_KEYS
         return int(part_rule.parts_of.fn(tiles, n - n_q[b], *rule))
 
-    all_parts = sum(
-        n_parts(b) * -(-n_q[b] // BLOCK_Q) for b in range(B) if is_long[b] and n_parts(b) > 1
-    )
-    for is_cut, places in ((False, whole), (True, cut))[:most_parts]:
-        long = [b for b in range(B) if is_long[b] and (n_parts(b) > 1) == is_cut]
-        counts = is_cut and not wrong and all_parts * Hkv <= part_rule.UNITS
+    def has_parts(b: int) -> bool:
+        return n_parts(b) > 1 or n_q[b] < few_queries
+
+    all_parts = sum(n_parts(b) * n_tiles(b) for b in range(B) if is_long[b] and has_parts(b))
+    for is_cut, places in ((False, whole), (True, cut))[: 1 + (most_parts > 1)]:
+        long = [b for b in range(B) if is_long[b] and has_parts(b) == is_cut]
+        counts = is_cut and not wrong and all_parts * Hkv * group // shared <= part_rule.UNITS
         if is_cut and long:
             assert counts_parts == counts
         # By wrong offsets, in the order of the batch.
         tiles = 0
         for place, b in enumerate(long if wrong else sorted(long, key=lambda b: -keys[b])):
             assert places[place] == [tiles, offsets[b], n_q[b], b, keys[b]]
-            tiles += -(-n_q[b] // BLOCK_Q) * (n_parts(b) if counts else 1)
+            tiles += n_tiles(b, shared if is_cut else 1) * (n_parts(b) if counts else 1)
         rest = places[len(long) :]
         assert all(x[1:] == [0, 0, 0, 0] for x in rest)
         # The first place is looked at even if it is none.

@@ -56,7 +56,7 @@ def test_queries_of_rows(group):
 def test_a_box_of_heads_is_one_of_a_group(group):
     """Its rows are those of the same queries of heads that follow each other."""
     problem = problem_of(40, 2000, 16 * group, 16, {"causal": True}.items(), B=9, D=128)
-    heads = groups.heads_of_box(problem)
+    heads = groups.heads_of_box(groups.rows_of_group(problem))
     assert heads in (1, 2, 4, 8)
     for row in range(0, 960, heads * BOX):
         query, head = place(row, group)
@@ -168,7 +168,7 @@ CAUSAL, FULL = {"causal": True}, {}
 def test_which_calls_have_tiles_of_groups(B, Hq, Hkv, Sq, Skv, D, options, shares):
     problem = problem_of(Sq, Skv, Hq, Hkv, options.items(), B=B, D=D)
     assert groups.shares_tiles(problem) == shares
-    assert groups.tile_heads(problem) == (Hkv if shares else Hq)
+    assert groups.rows_of_group(problem) == (Hq // Hkv if shares else 1)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,17 @@ from test_hopper_decode_gpu import F16, INF, NAN, attend
 from test_hopper_decode_gpu import pytestmark as needs_hopper
 from test_hopper_ragged_gpu import serve, some
 
+from lockstep.kernels.hopper.forward import groups
+from lockstep.kernels.hopper.forward.page_rule import least_queries_in_pages
 from lockstep.kernels.hopper.forward.scheduling.part_rule import LEAST_KEYS, MOST, WANTED, parts_of
+from lockstep.problem import Options, Tensors, describe
 
 pytestmark = needs_hopper
 
-# Of 32 heads: four parts, two, three, one for lack of keys, and two sequences of decode.
-Q_LENS = [128, 200, 128, 250, 3, 1]
-KV_LENS = [8500, 4500, 6400, 3000, 4500, 17]
+# Of 32/8 heads: four parts, two, eight, one for as many tiles, one for lack of keys, and two
+# sequences of decode.
+Q_LENS = [128, 200, 40, 520, 100, 3, 1]
+KV_LENS = [8500, 4500, 17000, 3000, 2500, 4500, 17]
 KINDS = {
     "D 64": {"D": 64},
     "fp16": {"dtype": F16},
@@ -47,12 +51,12 @@ def rows_of(case, b: int) -> slice:
 
 
 def test_the_sequences_here_have_as_many_parts_as_is_said():
-    tiles = [-(-n // 128) * 32 for n in Q_LENS[:4]]
+    tiles = [groups.n_tiles(n, 4, 128) * 8 for n in Q_LENS[:5]]
     parts = [
         parts_of.fn(n, keys - q, WANTED, MOST, LEAST_KEYS)
         for n, keys, q in zip(tiles, KV_LENS, Q_LENS, strict=False)
     ]
-    assert parts == [4, 2, 3, 1]
+    assert parts == [4, 2, 8, 1, 1]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,24 +65,26 @@ def test_each_sequence_has_the_bits_it_has_alone(kind):
     together = attend(case)
     assert_allowed(case, together.items(), kernel="hopper_decode")
     assert_same_bits(together, attend(case))
+    tensors = Tensors(**{name: x.to("meta") for name, x in case.tensors.items()})
+    least = least_queries_in_pages(describe(tensors, Options(causal=True)))
     for b, n in enumerate(Q_LENS):
         mine = some(together, rows_of(case, b))
         assert_same_bits(alone(case, b), mine)
-        if n >= 128:
+        if n >= least:
             assert_same_bits(alone(case, b, "hopper"), mine)
 
 
 def test_a_program_that_has_all_parts_of_its_tiles_gives_the_same_bits():
-    q_lens = [128] * 4 + [130] * 4
-    case = serve_chunks(q_lens, [4500 - 31 * b for b in range(8)])
+    q_lens = [128] * 6 + [130] * 6
+    case = serve_chunks(q_lens, [4500 - 31 * b for b in range(12)])
     together = attend(case)
-    for b in (0, 3, 5, 7):
+    for b in (0, 3, 5, 11):
         assert_same_bits(alone(case, b), some(together, rows_of(case, b)))
-    equal = [128] * 6
-    case = serve_chunks(equal, [4500] * 6)
-    q = case.tensors["q"].unflatten(0, (6, 128)).transpose(1, 2)
+    equal = [128] * 10
+    case = serve_chunks(equal, [4500] * 10)
+    q = case.tensors["q"].unflatten(0, (10, 128)).transpose(1, 2)
     found = attend(case.replaced(q=q, cu_seqlens_q=None), "hopper")
-    for b in range(6):
+    for b in range(0, 10, 3):
         mine = Result(found.out[b].transpose(0, 1), found.lse[b].T)
         assert_same_bits(alone(case, b), mine)
 
@@ -129,6 +135,6 @@ def test_a_wrong_length_harms_its_own_sequence_alone():
     right, lens = attend(case), case.tensors["kv_lens"].clone()
     lens[1] = 1 << 20
     wrong = attend(case.replaced(kv_lens=lens))
-    for b in (0, 2, 3, 4, 5):
+    for b in (0, 2, 3, 4, 5, 6):
         assert_same_bits(some(wrong, rows_of(case, b)), some(right, rows_of(case, b)))
     assert wrong.out[rows_of(case, 1)].isnan().all()

@@ -9,13 +9,13 @@ from problems import Result, assert_allowed, assert_same_bits, ragged
 from test_hopper_decode_gpu import BF16, F16, INF, NAN, attend, paged
 from test_hopper_decode_gpu import pytestmark as needs_hopper
 
-from lockstep.kernels.hopper.common.requirements import least_queries_in_pages
+from lockstep.kernels.hopper.forward.page_rule import least_queries_in_pages
 from lockstep.problem import Options, Tensors, describe
 
 pytestmark = needs_hopper
 
-Q_LENS = [300, 1, 128, 0, 127, 5, 129]
-KV_LENS = [1000, 900, 128, 70, 700, 0, 300]
+Q_LENS = [300, 1, 128, 0, 32, 5, 129, 33]
+KV_LENS = [1000, 900, 128, 70, 700, 0, 300, 800]
 KINDS = {
     "D 64": {"D": 64},
     "fp16": {"dtype": F16},
@@ -24,6 +24,13 @@ KINDS = {
     "D 192 and 128": {"D": 192, "Dv": 128},
     "D 256": {"D": 256},
     "window": {"options": {"window": (100, 0)}},
+    "narrow window, sinks": {
+        "D": 64,
+        "Hq": 64,
+        "options": {"window": (127, 0), "sinks": torch.randn(64)},
+    },
+    "groups of 5": {"Hq": 40},
+    "groups of 16": {"Hkv": 2, "D": 64},
     "wide window": {"options": {"window": (500, 0)}},
     "softcap, sinks": {"options": {"softcap": 20.0, "sinks": torch.randn(32)}},
     "no heads in groups": {"Hkv": 32},
@@ -55,6 +62,18 @@ def test_each_sequence_has_the_bits_it_has_alone(kind):
         offsets = torch.tensor([0, n])
         alone = attend(case.replaced(q=case.tensors["q"][rows], cu_seqlens_q=offsets, **own))
         assert_same_bits(alone, some(together, rows))
+
+
+@pytest.mark.parametrize("kind", [k for k in KINDS if k.startswith(("narrow", "window"))])
+def test_behind_a_narrow_window_a_row_has_the_bits_of_equally_many_queries(kind):
+    for n in (1, 3):
+        case = serve([n] * 6, [1000, 17, 500, 1, 130, 129], **KINDS[kind])
+        together = attend(case)
+        assert_allowed(case, together.items(), kernel="hopper_decode")
+        q = case.tensors["q"].unflatten(0, (6, n)).transpose(1, 2)
+        alike = attend(case.replaced(q=q, cu_seqlens_q=None), "hopper")
+        packed = (x.transpose(1, 2).flatten(0, 1) for x in (alike.out, alike.lse))
+        assert_same_bits(Result(*packed), together)
 
 
 # Queries of each sequence, and a bound of them.
@@ -107,7 +126,7 @@ def test_sequences_with_more_queries_than_any_may_have_harm_none_but_themselves(
             assert_same_bits(some(found, rows), some(right, rows))
 
 
-@pytest.mark.parametrize(("Hq", "least"), [(8, 385), (16, 129), (32, 128), (40, 128)])
+@pytest.mark.parametrize(("Hq", "least"), [(8, 97), (16, 33), (32, 33), (40, 33)])
 def test_heads_decide_how_many_queries_are_long(Hq, least):
     """Both kernels' results of about as many queries are within the rule, and each is one's."""
     q_lens = [least, least - 1, 3]

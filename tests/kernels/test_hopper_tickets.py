@@ -88,7 +88,8 @@ def test_every_tile_has_one_ticket(order, shares):
 
 
 @pytest.mark.parametrize("has_slot_each", [False, True])
-def test_every_part_of_a_tile_has_one_ticket_or_a_program_has_all(has_slot_each):
+@pytest.mark.parametrize("group", [1, 4, 7])
+def test_every_part_of_a_tile_has_one_ticket_or_a_program_has_all(group, has_slot_each):
     draws = random.Random(0)
     block_q, Hq = 128, 8
     for _ in range(100):
@@ -97,7 +98,7 @@ def test_every_part_of_a_tile_has_one_ticket_or_a_program_has_all(has_slot_each)
             (draws.choice((100, 400, 512, 1024)), draws.randint(6000, 40000)) for _ in range(3)
         ]
         sizes = [*sorted(sizes, key=lambda size: -size[1]), (0, -1)]
-        tiles = [-(-n // block_q) for n, _ in sizes]
+        tiles = [groups.n_tiles(n, group, block_q) for n, _ in sizes]
         n_parts = [
             parts_of.fn(n * Hq, keys - q, WANTED, MOST, LEAST_KEYS)
             for n, (q, keys) in zip(tiles, sizes, strict=True)
@@ -116,7 +117,8 @@ def test_every_part_of_a_tile_has_one_ticket_or_a_program_has_all(has_slot_each)
             LAYOUT="varlen",
             HAS_RIGHT=True,
             sequence_order_ptr=Pointer([0, int(has_slot_each), *before, *bounds]),
-            heads_per_kv=1,
+            heads_per_kv=group,
+            HEADS=int(group > 1),
         )
         found, slots = Counter(), Counter()
         for ticket in range(sum(each) * Hq + 9):
@@ -125,7 +127,7 @@ def test_every_part_of_a_tile_has_one_ticket_or_a_program_has_all(has_slot_each)
                 found[(q_start, head, q_idx, keys.part, keys.n_parts)] += 1
                 slots[keys.slot + keys.part] += 1
         expected = [
-            (starts[b], head, q_tile * block_q, part, n_parts[b])
+            (starts[b], head * group, q_tile * block_q, part, n_parts[b])
             for b in range(3)
             for head in range(Hq)
             for q_tile in range(tiles[b])

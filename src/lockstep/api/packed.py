@@ -85,10 +85,10 @@ def attention_varlen(
             the last ones; None without one.
         kv_starts: [B] int32 or int64, with a page_table: as for `attention_paged`.
         max_seqlen_q: 0 or more, if the caller knows that no sequence has more queries than this. It
-            changes no bit. Up to 64, a call with a page_table launches fewer kernels on Hopper
-            GPUs, none for long sequences; elsewhere nothing changes. A sequence with more queries
-            raises on the CPU. On a GPU, where looking at lengths would wait for the device, its
-            rows of out and lse may be NaN, and others are as they should be.
+            changes no bit. If it is small, a call with a page_table launches fewer kernels on
+            Hopper GPUs, none for long sequences; elsewhere nothing changes. A sequence with more
+            queries raises on the CPU. On a GPU, where looking at lengths would wait for the device,
+            its rows of out and lse may be NaN, and others are as they should be.
 
     Wrong offsets raise on the CPU. On a GPU, where looking at them would wait for the device, they
     raise with LOCKSTEP_CHECK=1 in the environment. Without it, sequences that begin or end at a

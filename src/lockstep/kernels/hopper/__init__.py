@@ -22,9 +22,9 @@ from lockstep.kernels.hopper.common.requirements import (
     PAGE_ROWS,
     has_tiles_in_pages,
     has_too_many_rows,
-    least_queries_in_pages,
     refusal_of_device,
 )
+from lockstep.kernels.hopper.forward.page_rule import least_queries_in_pages
 from lockstep.kernels.kernel import BackwardTensors, Kernel, Needs, Prepared, PreparedBackward
 from lockstep.problem import AttentionProblem, Tensors
 
@@ -91,6 +91,8 @@ def supports(problem: AttentionProblem) -> str | None:
         return f"takes up to {MAX_ROWS} rows in all heads, got more"
     if problem.query_invariant:
         return refusal_of_kind(problem)
+    if problem.is_paged:
+        return None
     # Only the sum of the lengths of packed sequences is known, and which kernel runs a sequence
     # must not depend on its neighbours.
     least = MIN_QUERIES if problem.Hq == problem.Hkv else MIN_QUERIES_OF_GROUPS

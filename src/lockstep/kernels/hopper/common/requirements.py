@@ -16,21 +16,10 @@ HEAD_DIM_STEP, MAX_HEAD_DIM = 8, 256
 MAX_SOFTCAP = 1024.0
 # The copy engine loads so many rows of a page at least.
 PAGE_ROWS = 16
-# Rows of a tile of the forward. Queries of sequences in pages are the decode kernel's until they
-# fill so many tiles of all heads together: it shares the keys of a sequence out among programs, and
-# the forward, twice as fast at its work, does not.
-TILE_ROWS, TILES_IN_PAGES = 128, 32
 # Rows are coordinates of tensor maps, which reach to 2^31, half of it for the length.
 MAX_ROWS = 1 << 29
 # A dense call has so many keys at least that kernels whose programs share them have an advantage.
 LONG = 4096
-
-
-def least_queries_in_pages(problem: AttentionProblem) -> int:
-    """From how many queries on a sequence in pages is the forward's. Neighbours have no say in it,
-    nor has the length of the cache, of which a call knows the most that there may be."""
-    tiles = -(-TILES_IN_PAGES // max(problem.Hq, 1))
-    return max(TILE_ROWS, TILE_ROWS * (tiles - 1) + 1)
 
 
 def has_too_many_rows(problem: AttentionProblem) -> bool:

@@ -11,6 +11,7 @@ from lockstep.hardware import SHARED_BYTES as SHARED_BYTES
 SM_BYTES = 228 * 1024  # shared memory of an SM; each program takes a KB more than it has
 ROWS = 64  # of a warpgroup's matrix product: the height of a wgmma
 WARPGROUP = 128  # threads of one
+BOX = 8  # rows after which the swizzled pattern of shared memory begins again
 
 
 def columns(dim: int) -> int:

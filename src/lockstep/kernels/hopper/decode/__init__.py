@@ -36,9 +36,9 @@ from lockstep.kernels.hopper.common.requirements import (
     MAX_HEAD_DIM,
     MAX_SOFTCAP,
     PAGE_ROWS,
-    least_queries_in_pages,
     refusal_of_device,
 )
+from lockstep.kernels.hopper.forward.page_rule import least_queries_in_pages
 from lockstep.kernels.kernel import Kernel, Prepared
 from lockstep.problem import AttentionProblem, Tensors
 
@@ -93,6 +93,8 @@ def supports(problem: AttentionProblem) -> str | None:
     # counted: what runs a sequence must not depend on its neighbours.
     is_counted = not (problem.is_packed or problem.query_invariant)
     most = least_queries_in_pages(problem) - 1
+    if is_counted and most == 0:
+        return "leaves windows this narrow, of heads in groups, to hopper's kernel for them"
     if is_counted and problem.Sq > most:
         return f"takes up to {most} queries of so many heads, got {problem.Sq}"
     if problem.softcap is not None and problem.softcap > MAX_SOFTCAP:

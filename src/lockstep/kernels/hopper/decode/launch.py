@@ -117,6 +117,13 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
         num_warps=folds.warps,
         launch_pdl=True,
     )
+    parts = {
+        "parts": Buffer((n_slots, n_spans, n_rows, columns_of(problem.Dv)), torch.float32),
+        "part_stats": Buffer((n_slots, n_spans, n_rows, n_numbers), torch.float32),
+        "arrivals": Buffer((n_slots,), torch.int64),
+    }
+    # Neither kernel has anything to do then.
+    has_none = long is not None and long.are_all
     statistics = Buffer.like(tensors.q, problem.statistics_shape, torch.float32)
     return Launches(
         tensors.q.device,
@@ -127,20 +134,18 @@ def decode_launches(problem: AttentionProblem, tensors: Tensors, n_processors: i
             **({} if problem.is_paged else {"statistics": statistics}),
         },
         {
-            "parts": Buffer((n_slots, n_spans, n_rows, columns_of(problem.Dv)), torch.float32),
-            "part_stats": Buffer((n_slots, n_spans, n_rows, n_numbers), torch.float32),
+            **({} if has_none else parts),
             "slots": Buffer((n_slots, 3), torch.int32),
-            "arrivals": Buffer((n_slots,), torch.int64),
             "tiles": _tiles(problem),
             **({} if long is None else long.memory),
         },
         [
             *_listing(problem, names, n_slots, long),
-            decode,
+            *([] if has_none else [decode]),
             # The forward has room on SMs that are done with decode before others, if the second
             # kernel does not wait there.
             *([] if long is None else long.launches),
-            *([] if is_folded else [fold]),
+            *([] if is_folded or has_none else [fold]),
         ],
         kept={} if lengths is None else {"lengths": lengths},
         fit=partial(_fit, copied) if copied else None,
@@ -166,8 +171,10 @@ def _listing(
     names = _renamed(list_tiles, names)
     if long is None:
         # No sequence has as many queries, or one that does is refused, and there is no order.
-        sizes |= {"least_queries": problem.longest_q + 1, "block_q": ROWS, "Hq": problem.Hq}
-        sizes |= {"n_arrivals": 0, "most_parts": 1, "diagonal": 0, "CUTS": False}
+        sizes |= {"least_queries": problem.longest_q + 1, "longest": problem.longest_q}
+        sizes |= {"block_q": ROWS, "Hq": problem.Hq}
+        sizes |= {"n_arrivals": 0, "most_parts": 1, "diagonal": 0}
+        sizes |= {"group": 1, "whole_group": 1, "few_queries": 0, "CUTS": False}
         names |= dict.fromkeys(("sequence_order", "cut_order", "tile_arrivals"), "slots")
     else:
         sizes |= long.sorting

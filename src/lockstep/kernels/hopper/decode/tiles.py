@@ -22,7 +22,7 @@ from lockstep.kernels.hopper.decode.longer import refuse_longer
 from lockstep.kernels.hopper.decode.span_rule import least_of, spans_of
 from lockstep.kernels.hopper.forward.scheduling import part_rule
 from lockstep.kernels.hopper.forward.scheduling.part_rule import parts_of
-from lockstep.kernels.hopper.forward.scheduling.sequence_order import store_place
+from lockstep.kernels.hopper.forward.scheduling.sequence_order import store_place, tiles_of_queries
 from lockstep.kernels.launch import unspecialized
 from lockstep.kernels.sequences import CHUNK, checked_length, given_bounds, look_at, next_clean
 
@@ -69,6 +69,10 @@ def list_tiles(
     most_parts,  # of a tile of these
     Hq,
     diagonal,  # 1 if queries see no keys behind their own, 0 if they do
+    group,  # heads that share a tile which may have parts
+    whole_group,  # and any other
+    longest,  # queries of any other sequence; longer ones are refused
+    few_queries,  # sequences with fewer have such tiles
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS_PER_ROW: tl.constexpr,
@@ -80,7 +84,7 @@ def list_tiles(
     if EARLY:
         gdc_launch_dependents()
     b = tl.program_id(0)
-    rule = (least_queries, block_q, most_parts, Hq, diagonal)
+    rule = (least_queries, block_q, most_parts, Hq, diagonal, group, few_queries, whole_group)
     q_start, q_end, is_good, before, whole, cut, is_any_wrong = _find(
         b, cu_seqlens_q_ptr, kv_lens_ptr, B, Sq, Skv, rule, GROUP, ROWS
     )
@@ -88,11 +92,11 @@ def list_tiles(
     q_start = q_start.to(tl.int32)
     given_len = _checked_keys(kv_lens_ptr, b, Skv, B)
     kv_len = tl.where(is_good, given_len, -1)
+    is_long = b > B
     if SORTS:
         # Rows of no sequence stay here, however many.
         is_long = (n_q >= least_queries) & (b < B)
-        is_cut = _tile_parts(n_q, given_len, rule) > 1
-        is_cut = is_cut & is_long
+        is_cut = _has_parts(n_q, given_len, rule) & is_long
         has_slot_each = b * 0
         if is_long & (is_any_wrong == 0):
             place, tiles, has_slot_each = _count_longer(
@@ -106,9 +110,10 @@ def list_tiles(
             _store_place(cut_order_ptr, B, b, is_cut, cut, q_start, n_q, kv_len)
             # All sequences of this order say the same.
             tl.store(cut_order_ptr + 1, has_slot_each, mask=is_cut)
-    else:
-        is_long = refuse_longer(out_ptr, lse_ptr, q_start, n_q, least_queries, Hq, Dv)
-    count = tl.where(is_long, 0, tl.cdiv(n_q * GROUP, ROWS))
+    is_refused = refuse_longer(
+        out_ptr, lse_ptr, q_start, tl.where(is_long, 0, n_q), longest + 1, Hq, Dv
+    )
+    count = tl.where(is_long | is_refused, 0, tl.cdiv(n_q * GROUP, ROWS))
     _write_tiles(
         tiles_ptr + (1 + before) * _FIELDS, count, b, q_start, n_q, kv_len, Hkv, GROUP, ROWS,
         KEYS_PER_ROW,
@@ -136,9 +141,22 @@ def _checked_keys(kv_lens_ptr, b, Skv, B):
 @triton.jit
 def _tile_parts(n_q, keys, rule):
     """How many parts the keys of a tile have in sequences of so many queries and keys."""
-    _least_queries, block_q, most_parts, Hq, diagonal = rule
-    tiles = tl.cdiv(n_q, block_q) * Hq
+    _least_queries, block_q, most_parts, Hq, diagonal, group, _few, _whole_group = rule
+    tiles = tiles_of_queries(n_q, block_q, group) * (Hq // group)
     return parts_of(tiles, keys - n_q * diagonal, PARTS_WANTED, most_parts, LEAST_KEYS)
+
+
+@triton.jit
+def _has_parts(n_q, keys, rule):
+    """Whether such sequences are in the order of those whose tiles may have several parts."""
+    return (_tile_parts(n_q, keys, rule) > 1) | (n_q < rule[6])
+
+
+@triton.jit
+def _forward_tiles(n_q, is_cut, rule):
+    """How many tiles of the forward so many queries have, of a head, or of a group of heads that
+    share them."""
+    return tiles_of_queries(n_q, rule[1], tl.where(is_cut, rule[5], rule[7]))
 
 
 @triton.jit
@@ -148,7 +166,7 @@ def _find(
     """Where sequence b begins and ends, and whether these are its own numbers (`sequences.py`); how
     many tiles are before its own; how many long sequences are, and if any offset is wrong, their
     tiles, of those whose tiles have one part and of others; and whether one is wrong."""
-    least_queries, block_q, _most_parts, _Hq, _diagonal = rule
+    least_queries = rule[0]
     tiles = tl.zeros([CHUNK], tl.int32)
     whole = tl.zeros([CHUNK], tl.int32)
     cut = tl.zeros([CHUNK], tl.int32)
@@ -160,7 +178,7 @@ def _find(
         wrong |= is_wrong.to(tl.int32)
         n_q = tl.where(other < b, end - start, 0).to(tl.int32)
         is_long = n_q >= least_queries
-        is_cut = _tile_parts(n_q, _checked_keys(kv_lens_ptr, other, Skv, B), rule) > 1
+        is_cut = _has_parts(n_q, _checked_keys(kv_lens_ptr, other, Skv, B), rule)
         tiles += tl.where(is_long, 0, tl.cdiv(n_q * GROUP, ROWS))
         whole += (is_long & (is_cut == 0)).to(tl.int32)
         cut += (is_long & is_cut).to(tl.int32)
@@ -179,13 +197,14 @@ def _find(
             n_q = (q_end - q_start).to(tl.int32)
             is_long = n_q >= least_queries
             keys = _checked_keys(kv_lens_ptr, tl.maximum(i - 2, 0), Skv, B)
-            is_cut = is_long & (_tile_parts(n_q, keys, rule) > 1)
+            is_cut = is_long & _has_parts(n_q, keys, rule)
             is_whole = is_long & (is_cut == 0)
             before += tl.where(is_long, 0, tl.cdiv(n_q * GROUP, ROWS))
             n_whole += is_whole.to(tl.int32)
             n_cut += is_cut.to(tl.int32)
-            whole_tiles += tl.where(is_whole, tl.cdiv(n_q, block_q), 0)
-            cut_tiles += tl.where(is_cut, tl.cdiv(n_q, block_q), 0)
+            n_tiles = _forward_tiles(n_q, is_cut, rule)
+            whole_tiles += tl.where(is_whole, n_tiles, 0)
+            cut_tiles += tl.where(is_cut, n_tiles, 0)
             q_start = q_end
             q_end = next_clean(q_end, i, cu_ptr, B, Sq)
         is_good = is_good & (q_start == given_start) & (q_end == given_end)
@@ -200,7 +219,7 @@ def _count_longer(b, my_keys, is_cut, cu_ptr, kv_lens_ptr, B, Sq, Skv, rule):
     tiles have several parts, or of others; how many tiles these have for the forward, or parts of
     tiles; and whether it is parts, since these are few enough in all sequences. By offsets of which
     none is wrong."""
-    least_queries, block_q, _most_parts, Hq, _diagonal = rule
+    least_queries, heads = rule[0], rule[3] // rule[5]
     number = tl.zeros([CHUNK], tl.int32)
     tiles = tl.zeros([CHUNK], tl.int32)
     parts = tl.zeros([CHUNK], tl.int32)
@@ -211,14 +230,14 @@ def _count_longer(b, my_keys, is_cut, cu_ptr, kv_lens_ptr, B, Sq, Skv, rule):
         n_q = (end - start).to(tl.int32)
         keys = _checked_keys(kv_lens_ptr, other, Skv, B)
         n_parts = _tile_parts(n_q, keys, rule)
-        is_alike = (n_q >= least_queries) & (other < B) & ((n_parts > 1) == is_cut)
-        n_tiles = tl.where(is_alike, tl.cdiv(n_q, block_q), 0)
+        is_alike = (n_q >= least_queries) & (other < B) & (_has_parts(n_q, keys, rule) == is_cut)
+        n_tiles = tl.where(is_alike, _forward_tiles(n_q, is_cut, rule), 0)
         comes_first = is_alike & ((keys > my_keys) | ((keys == my_keys) & (other < b)))
         number += comes_first.to(tl.int32)
         tiles += tl.where(comes_first, n_tiles, 0)
         parts += tl.where(comes_first, n_tiles * n_parts, 0)
         all_parts += n_tiles * n_parts
-    has_slot_each = is_cut & (tl.sum(all_parts, 0) * Hq <= UNITS)
+    has_slot_each = is_cut & (tl.sum(all_parts, 0) * heads <= UNITS)
     before = tl.where(has_slot_each, tl.sum(parts, 0), tl.sum(tiles, 0))
     return tl.sum(number, 0), before, has_slot_each.to(tl.int32)
 

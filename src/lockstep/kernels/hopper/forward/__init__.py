@@ -23,6 +23,7 @@ one_block/         and one for heads whose keys are one block
 kept_keys/         and one for wide heads with few keys, which stay in shared memory
 narrow_window/     and one for narrow windows of grouped heads
 aligned_rows.py    keys and values copied to rows that begin with a sector
+page_rule.py       which sequences in pages are this kernel's, and which decode's
 ragged_pages.py    long sequences of ragged queries in pages, in calls of decode
 idle_windows.py    windows that hide no key
 groups.py          which calls have tiles that the heads of a group share

@@ -17,13 +17,13 @@ Nothing of this reaches the result: the order of a row's keys does not depend on
 
 from __future__ import annotations
 
+from lockstep.kernels.hopper.common import sizes
 from lockstep.kernels.hopper.common.accumulator import ROWS
 from lockstep.kernels.hopper.common.division import divide
 from lockstep.kernels.hopper.common.gluon_shim import gl, gluon, mbarrier, tma_load, tma_store
 from lockstep.kernels.hopper.common.tensor_maps import boxes_of, coordinates, rows_of_box
-from lockstep.kernels.hopper.forward import groups
 
-BOX = gl.constexpr(groups.BOX)
+BOX = gl.constexpr(sizes.BOX)
 
 
 @gluon.jit

@@ -9,11 +9,10 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from lockstep.kernels.hopper.common.sizes import ROWS
+from lockstep.kernels.hopper.common.sizes import BOX, ROWS
 from lockstep.kernels.hopper.forward.plan import PROGRAMS, one_block_keys, plan_of
 from lockstep.problem import AttentionProblem
 
-BOX = 8  # queries of one head that lie side by side: `grouped_rows.py`
 # What the ends of a tile cost, in blocks of keys; and under a causal mask those of a tile that a
 # group shares, of heads up to NARROW wide and of wider ones.
 ENDS, ENDS_OF_NARROW_CHUNKS, ENDS_OF_CHUNKS = 1.0, 2.0, 1.5
@@ -34,27 +33,22 @@ BLOCKS_OF_LOOP, ADDED_IN_LOOP = 16, 0.03
 SHORT_PACKED = 256
 # From so many queries on, the last tile of a head is next to nothing beside the others.
 MANY_QUERIES = 4096
-NARROW, MEDIUM = 64, 128
+NARROW, MEDIUM, WIDE = 64, 128, 192
 # How many times as many keys as queries a causal sequence has to have, unless heads are wider than
 # MEDIUM and boxes have several; and how many keys its rows see in the mean, where tiles of one head
 # are in one loop, which is faster with fewer.
 MORE_KEYS, LEAST_KEYS = 1.5, 256
 
 
-def heads_of_box(problem: AttentionProblem) -> int:
-    """How many heads of a group lie in one box of the copy engine; 0 where each head has tiles of
-    its own."""
-    return math.gcd(problem.Hq // problem.Hkv, BOX) if shares_tiles(problem) else 0
-
-
-def tile_heads(problem: AttentionProblem) -> int:
-    """The heads of a sequence that have tiles of their own, or groups of them."""
-    return problem.Hkv if shares_tiles(problem) else problem.Hq
+def heads_of_box(group: int) -> int:
+    """How many heads lie in one box of the copy engine, if so many share a tile; 0 where each head
+    has tiles of its own."""
+    return math.gcd(group, BOX) if group > 1 else 0
 
 
 def rows_of_group(problem: AttentionProblem) -> int:
-    """How many heads share a tile."""
-    return problem.Hq // tile_heads(problem)
+    """How many heads share a tile. Of pages, `part_rule.py` says it."""
+    return problem.Hq // problem.Hkv if shares_tiles(problem) else 1
 
 
 def rows_of(queries: int, group: int) -> int:
@@ -83,8 +77,11 @@ def has_more_keys(queries: int, keys: int) -> bool:
 def shares_tiles(problem: AttentionProblem) -> bool:
     """Whether the heads of a group share tiles: in default builds, where that saves work."""
     group = problem.Hq // max(problem.Hkv, 1)
-    if group == 1 or problem.constant_time or problem.query_invariant or problem.is_paged:
+    if group == 1 or problem.constant_time or problem.query_invariant:
         return False
+    if problem.is_paged:
+        # Those of narrower heads take longer, few queries apart: `part_rule.py`.
+        return max(problem.D, problem.Dv) > WIDE
     if problem.window[0] is not None:
         # Softcaps have not been measured.
         return problem.softcap is None and _narrows_windows(problem, group)

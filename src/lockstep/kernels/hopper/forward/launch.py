@@ -14,14 +14,7 @@ from lockstep.kernels.hopper.common.copy_engine import copy, fit
 from lockstep.kernels.hopper.common.sizes import columns, processors
 from lockstep.kernels.hopper.forward.aligned_rows import NAMES, align_launches
 from lockstep.kernels.hopper.forward.few_keys import few_keys_kernel
-from lockstep.kernels.hopper.forward.groups import (
-    BOX,
-    heads_of_box,
-    n_tiles,
-    rows_of_group,
-    takes_one_loop,
-    tile_heads,
-)
+from lockstep.kernels.hopper.forward.groups import BOX, heads_of_box, takes_one_loop
 from lockstep.kernels.hopper.forward.idle_windows import without_idle_window
 from lockstep.kernels.hopper.forward.kept_keys.launch import kept_keys_launch
 from lockstep.kernels.hopper.forward.kept_keys.plan import kept_sizes
@@ -58,7 +51,7 @@ from lockstep.kernels.hopper.forward.scheduling.part_memory import (
     clear_launch,
     part_memory,
 )
-from lockstep.kernels.hopper.forward.scheduling.part_rule import most_parts
+from lockstep.kernels.hopper.forward.scheduling.part_rule import has_parts
 from lockstep.kernels.hopper.forward.scheduling.schedule import UNSORTED
 from lockstep.kernels.hopper.forward.scheduling.sequence_order import order_buffer, sort_launch
 from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling, n_programs, splits_tiles
@@ -101,13 +94,14 @@ def forward_launches(problem: AttentionProblem, tensors: Tensors, n_processors: 
     elif keeps_keys(problem):
         launches = [_few_keys_launch(problem, tensors.q, fitted)]
     else:
-        tiles, group = Tiling.of(problem, n_processors), rows_of_group(problem)
+        parts_too = has_parts(problem)
+        tiles = Tiling.of(problem, n_processors, parts_too)
+        group = tiles.group
         placed, aligned, align = align_launches(problem, fitted)
-        has_parts = most_parts(problem, n_tiles(problem.Sq, group, block_q)) > 1
         launches = [
-            forward_launch(problem, tensors.q, placed, tiles, n_processors, aligned, has_parts)
+            forward_launch(problem, tensors.q, placed, tiles, n_processors, aligned, parts_too)
         ]
-        if has_parts:
+        if parts_too:
             parts = part_memory(problem, n_processors)
             launches.insert(0, clear_launch(problem, n_processors))
     if problem.layout == "varlen":
@@ -163,12 +157,12 @@ def forward_launch(
         names["sequence_order"] = "cut_order"
     elif not parts:
         names |= dict.fromkeys(PART_NAMES, "lse")
-    numbers = _numbers(problem, q, fitted, tiles) | _constants(problem)
+    numbers = _numbers(problem, q, fitted, tiles) | _constants(problem, tiles.group)
     return Launch(
         forward_kernel,
         (n_programs(problem, tiles, n_processors),),
         numbers | {"PARTS": parts, "EARLY": early},
-        maps=_maps(problem, q, fitted),
+        maps=_maps(problem, q, fitted, tiles.group),
         names=names | {name: x for name, x in NAMES.items() if x in aligned},
         num_warps=4,
         maxnreg=REGISTERS[plan_of(problem).consumers][0],
@@ -276,14 +270,14 @@ def _of_heads(problem: AttentionProblem, q: Tensor) -> dict[str, int]:
     }
 
 
-def _maps(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> dict[str, Any]:
+def _maps(problem: AttentionProblem, q: Tensor, fitted: Tensors, group: int) -> dict[str, Any]:
     plan, layout = plan_of(problem), layout_of(problem)
     packed, ragged = layout == "varlen", layout != "dense"
     width, width_v = map_columns(problem, problem.D), map_columns(problem, problem.Dv)
     out = by_head(empty_like(q, problem.out_shape, device="meta"), packed)
     of_queries = {
-        "q": _of_consumer(problem, by_head(fitted.q, packed), width),
-        "o": _of_consumer(problem, out, out_columns(problem)),
+        "q": _of_consumer(problem, by_head(fitted.q, packed), width, group),
+        "o": _of_consumer(problem, out, out_columns(problem), group),
     }
     if problem.is_paged:
         rows = page_rows(problem)
@@ -298,9 +292,9 @@ def _maps(problem: AttentionProblem, q: Tensor, fitted: Tensors) -> dict[str, An
     }
 
 
-def _of_consumer(problem: AttentionProblem, x: Tensor, width: int) -> Any:
+def _of_consumer(problem: AttentionProblem, x: Tensor, width: int, group: int) -> Any:
     """The tensor map of q or out [B, H, S, ·] in tiles of one consumer, or in boxes of them."""
-    heads, packed = heads_of_box(problem), problem.is_packed
+    heads, packed = heads_of_box(group), problem.is_packed
     if heads:
         return tiles_of(x, BOX, min(width, CHUNK), packed, heads).describe
     return tiles_of(x, ROWS, width, packed).describe
@@ -319,21 +313,21 @@ def _numbers(
         "order": tiles.order,
         "n_q_tiles": tiles.n_q_tiles,
         "heads": tiles.heads,
-        "Hq": tile_heads(problem),
+        "Hq": problem.Hq // tiles.group,
         "heads_per_kv": problem.Hq // problem.Hkv,
         "B": problem.B,
         "Sq": problem.Sq,
         "Skv": problem.Skv,
         "left": limit_of(left),
         "right": limit_of(right),
-        **key_numbers(problem, fitted, rows_of_group(problem)),
+        **key_numbers(problem, fitted, tiles.group),
         "turn": tiles.turn,
         "parts": tiles.parts,
         "page_size": problem.page_size or 0,
     }
 
 
-def _constants(problem: AttentionProblem) -> dict[str, Any]:
+def _constants(problem: AttentionProblem, group: int) -> dict[str, Any]:
     plan = plan_of(problem)
     _, of_consumer, of_server = REGISTERS[plan.consumers]
     return {
@@ -360,7 +354,7 @@ def _constants(problem: AttentionProblem) -> dict[str, Any]:
         "CONSTANT_TIME": problem.constant_time,
         "ONE_LOOP": takes_one_loop(problem),
         "SPLIT": splits_tiles(problem),
-        "HEADS": heads_of_box(problem),
+        "HEADS": heads_of_box(group),
         "OUT_COLUMNS": out_columns(problem),
     }
 

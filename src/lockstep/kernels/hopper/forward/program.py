@@ -308,13 +308,13 @@ class Results:
         if schedule.HEADS:
             row = tile.q_idx + c * ROWS + gl.arange(0, ROWS, layout)
             _query, head = schedule.place(tile, row)
-            return gl.load(self.sinks_ptr + head)
-        elif schedule.PARTS:  # noqa: RET505, Gluon would go on and return both
-            # One of the parts has it.
-            sink = gl.load(self.sinks_ptr + tile.head).to(gl.float32)
-            return gl.where(tile.keys.part == 0, sink, -float("inf"))
+            sink = gl.load(self.sinks_ptr + head)
         else:
-            return gl.load(self.sinks_ptr + tile.head)
+            sink = gl.load(self.sinks_ptr + tile.head)
+        if schedule.PARTS:
+            # One of the parts has it.
+            sink = gl.where(tile.keys.part == 0, sink.to(gl.float32), -float("inf"))
+        return sink
 
     @gluon.jit
     def store_statistics(self, row, lse, m, l, mask):

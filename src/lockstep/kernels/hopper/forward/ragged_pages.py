@@ -15,13 +15,20 @@ from torch import Tensor
 from lockstep.kernels.hopper.common.requirements import (
     has_tiles_in_pages,
     has_too_many_rows,
-    least_queries_in_pages,
 )
 from lockstep.kernels.hopper.forward.idle_windows import without_idle_window
 from lockstep.kernels.hopper.forward.launch import forward_launch
+from lockstep.kernels.hopper.forward.narrow_window.launch import window_launch, window_tiling
+from lockstep.kernels.hopper.forward.narrow_window.plan import has_narrow_window, sizes_of
+from lockstep.kernels.hopper.forward.page_rule import least_queries_in_pages
 from lockstep.kernels.hopper.forward.plan import plan_of
 from lockstep.kernels.hopper.forward.scheduling.part_memory import n_arrivals, part_memory
-from lockstep.kernels.hopper.forward.scheduling.part_rule import MOST, UNITS, cuts_keys
+from lockstep.kernels.hopper.forward.scheduling.part_rule import (
+    MOST,
+    UNITS,
+    cuts_keys,
+    few_queries,
+)
 from lockstep.kernels.hopper.forward.scheduling.sequence_order import order_buffer
 from lockstep.kernels.hopper.forward.scheduling.tiling import Tiling
 from lockstep.kernels.launch import Buffer, Launch
@@ -37,6 +44,8 @@ class LongSequences(NamedTuple):
     """What it needs: `sequence_order` has to be there before it, from `list_tiles`."""
     sorting: dict[str, int]
     """Numbers of that."""
+    are_all: bool
+    """Whether every sequence is a long one, so that decode has none."""
 
 
 def has_long_sequences(problem: AttentionProblem) -> bool:
@@ -52,24 +61,37 @@ def long_sequences(
 ) -> LongSequences:
     """Results lie as q does, of which `fitted` may have a copy."""
     problem = without_idle_window(problem)
-    tiles = Tiling.of(problem, n_processors)
+    are_all, cuts = has_narrow_window(problem), cuts_keys(problem)
+    if are_all:
+        tiles, block_q = window_tiling(problem, n_processors), sizes_of(problem).chunk
+        launches = [window_launch(problem, q, fitted, tiles)]
+    else:
+        tiles, block_q = Tiling.of(problem, n_processors), plan_of(problem).block_q
+        launches = []
+        if problem.longest_q >= few_queries(problem):
+            launches = [forward_launch(problem, q, fitted, tiles, n_processors, early=cuts)]
+    whole_group = tiles.group
     memory = {
         "sequence_order": order_buffer(problem, tiles.n_tickets, sorts=True),
         "statistics": Buffer.like(q, problem.statistics_shape, torch.float32),
     }
-    cuts = cuts_keys(problem)
-    launches = [forward_launch(problem, q, fitted, tiles, n_processors, early=cuts)]
     if cuts:
+        tiles = Tiling.of(problem, n_processors, has_parts=True)
         memory["cut_order"] = order_buffer(problem, max(tiles.n_tickets, UNITS), sorts=True)
         memory |= part_memory(problem, n_processors)
         launches.append(forward_launch(problem, q, fitted, tiles, n_processors, parts=True))
     sorting = {
         "least_queries": least_queries_in_pages(problem),
-        "block_q": plan_of(problem).block_q,
+        "block_q": block_q,
         "n_arrivals": n_arrivals(problem, n_processors) if cuts else 0,
         "most_parts": MOST if cuts else 1,
         "Hq": problem.Hq,
         "diagonal": int(problem.window[1] is not None),
+        "group": tiles.group,
+        "whole_group": whole_group,
+        "few_queries": few_queries(problem),
+        # Rows of no sequence are decode's.
+        "longest": 0 if are_all else problem.Sq,
         "CUTS": cuts,
     }
-    return LongSequences(launches, memory, sorting)
+    return LongSequences(launches, memory, sorting, are_all)

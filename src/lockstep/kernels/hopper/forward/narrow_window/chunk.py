@@ -121,7 +121,9 @@ def send_keys(chunk, pages, desc, memory, full, KEYS: gl.constexpr, COLUMNS: gl.
         is_there = (key >= 0) & (key < end)
         if pages.ROWS:
             at = gl.where(is_there, key // pages.page_size, 0)
-            row_ptr = pages.table_ptr + chunk.batch.to(gl.int64) * pages.stride_tb
+            # Packed sequences have no batch, and where their keys would begin stands their number.
+            sequence = chunk.kv_start if chunk.schedule.LAYOUT == "varlen" else chunk.batch
+            row_ptr = pages.table_ptr + sequence.to(gl.int64) * pages.stride_tb
             page = gl.load(row_ptr + at, mask=is_there, other=-1)
             is_page = (page >= 0) & (page < pages.n_pages)
             page = gl.where(is_page, page, pages.n_pages).to(gl.int32)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from triton.language.extra.cuda import gdc_wait
+
 from lockstep.kernels.hopper.common.accumulator import ROWS, accumulator, zeros
 from lockstep.kernels.hopper.common.gluon_shim import (
     aggregate,
@@ -267,6 +269,9 @@ def narrow_window_kernel(
 ):
     build = Build(SCORES == "scaled", HAS_SINKS, D, DV, KEYS, BEFORE, FROM, STAY)
     schedule = Schedule(numbers, sequences, LAYOUT, True, True, CHUNK, STEP)
+    if LAYOUT == "varlen" and PAGED:
+        # The kernel that lists the sequences lets this one start before it ends.
+        gdc_wait()
     chunk = Chunk.of_program(schedule, parts, POSITIONS)
     lse_ptr, statistics_ptr, sinks_ptr = pointers
     results = Results((lse_ptr, lse_ptr, statistics_ptr, sinks_ptr), *strides, numbers.Sq)

@@ -32,9 +32,11 @@ PANEL = 64  # columns of a box
 def window_tiling(problem: AttentionProblem, n_processors: int) -> Tiling:
     """Chunks of groups of heads, as `Tiling` has tiles of heads."""
     sizes = sizes_of(problem)
-    if problem.layout == "varlen":
+    if problem.is_packed:
         groups, n_chunks = problem.Hq // sizes.heads, problem.Sq // sizes.chunk + problem.B + 1
-        order = LONGEST_FIRST if groups * n_chunks > n_processors else UNSORTED
+        # Lengths of keys in pages are in the sequence order alone.
+        is_sorted = groups * n_chunks > n_processors or problem.is_paged
+        order = LONGEST_FIRST if is_sorted else UNSORTED
         return Tiling(n_chunks, groups, order.value)
     groups = problem.B * problem.Hq // sizes.heads
     return Tiling(-(-problem.Sq // sizes.chunk), groups, BY_HEAD.value)
@@ -52,14 +54,15 @@ def window_launch(problem: AttentionProblem, q: Tensor, fitted: Tensors, tiles: 
         names=names_of(problem),
         num_warps=4,
         maxnreg=REGISTERS[sizes_of(problem).programs],
+        # Behind the kernel that lists the sequences: `decode/tiles.py`.
+        launch_pdl=problem.is_packed and problem.is_paged,
     )
 
 
 def _numbers(
     problem: AttentionProblem, q: Tensor, fitted: Tensors, tiles: Tiling
 ) -> dict[str, float]:
-    sizes, is_packed = sizes_of(problem), problem.layout == "varlen"
-    out = empty_like(q, problem.out_shape, device="meta")
+    sizes = sizes_of(problem)
     return {
         "scale": scales(problem)[1],
         **row_strides(problem, q),
@@ -73,11 +76,18 @@ def _numbers(
         "Skv": problem.Skv,
         "left": problem.window[0],
         "right": problem.window[1],
-        # From one batch to the next in a ragged map.
-        "o_batch_rows": 0 if is_packed or problem.B == 1 else out.stride(0) // out.stride(2),
+        "o_batch_rows": _batch_rows(problem, q),
         **key_numbers(problem, fitted),
         "page_size": problem.page_size or 1,
     }
+
+
+def _batch_rows(problem: AttentionProblem, q: Tensor) -> int:
+    """From one batch to the next in the ragged map of out."""
+    if problem.is_packed or problem.B == 1:
+        return 0
+    out = empty_like(q, problem.out_shape, device="meta")
+    return out.stride(0) // tiles_of(out, 1, PANEL, True).strides[3]
 
 
 def _constants(problem: AttentionProblem) -> dict[str, Any]:

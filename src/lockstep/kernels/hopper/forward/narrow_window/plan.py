@@ -114,8 +114,7 @@ def _chunk(problem: AttentionProblem, heads: int, keys: int) -> int:
     if heads <= 2:
         return 128
     # Four programs have room then. That of a packed sequence takes longer to begin.
-    is_packed = problem.layout == "varlen"
-    return 64 if is_packed or keys > KEYS_IN_REGISTERS[4] else 32
+    return 64 if problem.is_packed or keys > KEYS_IN_REGISTERS[4] else 32
 
 
 def parts_of(sizes: Sizes, chunks: int) -> int:

@@ -206,7 +206,7 @@ class Schedule:
             kv_start = batch * self.kv_batch_rows
         keys = Keys.every(batch)
         if self.PARTS:
-            n_tiles = gl.cdiv(self.Sq, self.BLOCK_Q)
+            n_tiles = gl.cdiv(self.n_rows(self.Sq), self.BLOCK_Q)
             n_parts = tile_parts.parts_of_tile(self, n_tiles, len_q, len_kv)
             exists = exists & (part < n_parts)
             keys = tile_parts.keys_of(part, n_parts, of_head + slot * self.parts, self.parts > 0)
@@ -289,14 +289,15 @@ class Schedule:
         first_head = of_sequence // gl.maximum(group * n_units, 1) * group
         group = gl.maximum(gl.minimum(group, self.Hq - first_head), 1)
         of_group = of_sequence - first_head * n_units
-        head, kv_head = self._heads_of(first_head + of_group % group)
+        number = first_head + of_group % group
+        head, kv_head = self._heads_of(number)
         q_tile = n_units - 1 - of_group // group
         exists = of_sequence < n_units * self.Hq
         if self.PARTS:
             unit = q_tile
             q_tile = divide(unit, n_each)
             part = unit - q_tile * n_each
-            slot = (first * self.Hq + head * n_units) + q_tile * n_each
+            slot = (first * self.Hq + number * n_units) + q_tile * n_each
             keys = tile_parts.keys_of(part, n_parts, slot, has_slot)
         else:
             exists = (ticket < self.n_q_tiles * self.Hq) & exists

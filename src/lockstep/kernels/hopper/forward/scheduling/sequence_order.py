@@ -30,12 +30,12 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from lockstep.kernels.hopper.forward import groups
+from lockstep.kernels.hopper.common import sizes
 from lockstep.kernels.launch import Buffer, Launch, unspecialized
 from lockstep.kernels.sequences import given_bounds, look_at, next_clean
 from lockstep.problem import AttentionProblem
 
-BOX = tl.constexpr(groups.BOX)
+BOX = tl.constexpr(sizes.BOX)
 SEQUENCES, OTHERS = 32, 128  # that a program sorts, and that it compares them with at a time
 HEAD, NUMBERS = 2, 5  # numbers before all places, and of each place
 
@@ -94,8 +94,13 @@ def _tiles_of(queries, keys, block_q, group, short_keys):
     """How many tiles the forward has for sequences of this size, of a head or of a group of heads
     that share them (`grouped_rows.py`)."""
     is_short = (keys > 0) & (keys <= short_keys)
-    rows = tl.cdiv(queries, BOX) * BOX * group
-    return tl.where(is_short, 0, tl.cdiv(rows, block_q))
+    return tl.where(is_short, 0, tiles_of_queries(queries, block_q, group))
+
+
+@triton.jit
+def tiles_of_queries(queries, block_q, group):
+    """How many tiles so many queries have, of a head or of a group of heads."""
+    return tl.cdiv(tl.cdiv(queries, BOX) * BOX * group, block_q)
 
 
 @triton.jit

@@ -12,10 +12,14 @@ from lockstep.kernels.hopper.forward.groups import (
     n_tiles,
     rows_of,
     rows_of_group,
-    tile_heads,
 )
 from lockstep.kernels.hopper.forward.plan import plan_of
-from lockstep.kernels.hopper.forward.scheduling.part_rule import UNITS, cuts_keys, most_parts
+from lockstep.kernels.hopper.forward.scheduling.part_rule import (
+    UNITS,
+    cuts_keys,
+    most_parts,
+    part_group,
+)
 from lockstep.kernels.hopper.forward.scheduling.schedule import (
     BY_HEAD,
     LONGEST_FIRST,
@@ -51,23 +55,31 @@ class Tiling(NamedTuple):
     turn: int = 0
     parts: int = 0
     """Parts of a tile that have places of their own among those of a head, 0 if none have."""
+    group: int = 1
+    """Heads that share a tile."""
 
     @property
     def n_tickets(self) -> int:
         return self.heads * self.n_q_tiles
 
     @staticmethod
-    def of(problem: AttentionProblem, n_processors: int) -> Tiling:
+    def of(problem: AttentionProblem, n_processors: int, has_parts: bool = False) -> Tiling:
+        """Those of one kind of sequences in pages: whose tiles may have parts, or of others."""
+        group = part_group(problem) if has_parts else rows_of_group(problem)
+        return Tiling._of(problem, n_processors, group)._replace(group=group)
+
+    @staticmethod
+    def _of(problem: AttentionProblem, n_processors: int, group: int) -> Tiling:
         block_q = plan_of(problem).block_q
         left, right = problem.window
-        heads, group = tile_heads(problem), rows_of_group(problem)
+        heads = problem.Hq // group
         if problem.is_packed:
             n_q_tiles = most_tiles(problem.Sq, problem.B, group, block_q)
             # Lengths of keys in pages are in the sequence order alone.
             is_sorted = heads * n_q_tiles > n_processors or problem.is_paged
             return Tiling(n_q_tiles, heads, (LONGEST_FIRST if is_sorted else UNSORTED).value)
         heads, n_q_tiles = problem.B * heads, n_tiles(problem.Sq, group, block_q)
-        parts = most_parts(problem, n_q_tiles)
+        parts = most_parts(problem)
         if parts > 1 and heads * n_q_tiles * parts <= UNITS:
             return Tiling(n_q_tiles * parts, heads, BY_HEAD.value, parts=parts)
         low = has_low_tile(rows_of(problem.Sq, group), block_q)
