@@ -17,6 +17,7 @@ from lockstep import dispatch
 from lockstep.kernels import hopper
 from lockstep.kernels.hopper import decode
 from lockstep.kernels.hopper.common import requirements, sizes
+from lockstep.kernels.hopper.common.gluon_shim import VIEWS_GROW
 from lockstep.kernels.hopper.decode import launch, plan, producer, schedule
 from lockstep.kernels.hopper.decode.runs import Run
 from lockstep.kernels.hopper.forward.ragged_pages import has_long_sequences
@@ -352,11 +353,10 @@ def test_results_lie_in_memory_as_the_queries_do():
         ({"D": 72}, None),
         ({"page": 8}, "takes pages of multiples of 16 keys, got 8"),
         ({"page": 256, "Hkv": 8}, None),
-        ({"Sq": 127}, None),
-        ({"Sq": 384}, None),
-        ({"Sq": 385}, "takes up to 384 queries of so many heads, got 385"),
-        ({"Sq": 127, "Hq": 32}, None),
-        ({"Sq": 128, "Hq": 32}, "takes up to 127 queries of so many heads, got 128"),
+        ({"Sq": 96}, None),
+        ({"Sq": 97}, "takes up to 96 queries of so many heads, got 97"),
+        ({"Sq": 24, "Hq": 32}, None),
+        ({"Sq": 25, "Hq": 32}, "takes up to 24 queries of so many heads, got 25"),
         ({}, None),
     ],
 )
@@ -365,7 +365,17 @@ def test_what_it_refuses(monkeypatch, given, reason):
     assert decode.supports(problem_of(**given)) == reason
 
 
-@pytest.mark.parametrize(("Hq", "least"), [(8, 385), (32, 128)])
+@pytest.mark.skipif(not VIEWS_GROW, reason="this Triton has no views that grow")
+def test_it_leaves_narrow_windows_to_the_kernel_for_them(monkeypatch):
+    for module in (decode, hopper):
+        monkeypatch.setattr(module, "refusal_of_device", lambda problem: None)
+    one = replace(problem_of(D=64, Sq=1), window_left=127)
+    assert "windows this narrow" in decode.supports(one)
+    assert hopper.supports(one) is None
+    assert decode.supports(replace(one, window_left=500)) is None
+
+
+@pytest.mark.parametrize(("Hq", "least"), [(8, 97), (32, 25)])
 def test_neither_batch_nor_table_decides_what_runs_a_sequence_in_pages(monkeypatch, Hq, least):
     monkeypatch.setattr(decode, "refusal_of_device", lambda problem: None)
     monkeypatch.setattr(hopper, "refusal_of_device", lambda problem: None)

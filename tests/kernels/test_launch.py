@@ -29,6 +29,7 @@ from lockstep.kernels.allocate import allocator
 from lockstep.kernels.hopper import decode
 from lockstep.kernels.hopper.backward.medium import call as medium
 from lockstep.kernels.hopper.backward.narrow import call as narrow
+from lockstep.kernels.hopper.common.gluon_shim import VIEWS_GROW
 from lockstep.kernels.hopper.decode import launch as hopper_decode
 from lockstep.kernels.hopper.forward import launch as hopper_forward
 from lockstep.kernels.kernel import BackwardTensors, Needs
@@ -114,8 +115,8 @@ def saved_of(tensors: Tensors) -> BackwardTensors:
     return BackwardTensors(*tensors, out, torch.stack((rows, rows), -1), drawn(*out.shape), rows)
 
 
-def problem_of(tensors: Tensors, **options: Any) -> Any:
-    options = make_options(True, None, None, None, **options)
+def problem_of(tensors: Tensors, window: Any = None, **options: Any) -> Any:
+    options = make_options(True, window, None, None, **options)
     return replace(describe(tensors, options), device_type="cuda")
 
 
@@ -192,7 +193,9 @@ FORWARDS = ("forward_kernel",) * 2
 @pytest.mark.parametrize(
     ("Tq", "B", "pages_of_each", "bound", "expected"),
     [
-        (100, 3, 16, None, ["list_tiles", "decode_kernel", "fold_slots"]),
+        (64, 3, 16, None, ["list_tiles", "decode_kernel", "fold_slots"]),
+        # All have fewer queries than have tiles of their own.
+        (100, 3, 16, None, ["list_tiles", "decode_kernel", "forward_kernel", "fold_slots"]),
         (300, 3, 16, None, ["list_tiles", "decode_kernel", *FORWARDS, "fold_slots"]),
         # No sequence has so many queries.
         (300, 3, 16, 127, ["list_tiles", "decode_kernel", *FORWARDS, "fold_slots"]),
@@ -210,6 +213,19 @@ def test_ragged_queries_in_pages(fake, Tq, B, pages_of_each, bound, expected):
     for _ in range(3):
         call(tensors, tensors.addresses())
     assert [read.kernel for read in fake.launches] == expected
+
+
+@pytest.mark.skipif(not VIEWS_GROW, reason="this Triton has no views that grow")
+@pytest.mark.parametrize(("Tq", "bound"), [(3, None), (3, 1), (300, None)])
+def test_ragged_queries_behind_a_narrow_window(fake, Tq, bound):
+    q, pages = drawn(Tq, 32, 64), [drawn(8, 256, 8, 64) for _ in range(2)]
+    offsets, lens = torch.zeros(4, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+    table = torch.zeros(3, 16, dtype=torch.int32)
+    tensors = Tensors(q, *pages, kv_lens=lens, cu_seqlens_q=offsets, page_table=table)
+    options = {"window": (127, 0), "max_seqlen_q": bound}
+    call = forward_of("hopper_decode", tensors, **options)
+    call(tensors, tensors.addresses())
+    assert [read.kernel for read in fake.launches] == ["list_tiles", "narrow_window_kernel"]
 
 
 @pytest.mark.parametrize("case", INPUTS)
