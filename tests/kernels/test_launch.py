@@ -224,7 +224,8 @@ def test_ragged_queries_behind_a_narrow_window(fake, Tq, bound):
     tensors = Tensors(q, *pages, kv_lens=lens, cu_seqlens_q=offsets, page_table=table)
     options = {"window": (127, 0), "max_seqlen_q": bound}
     call = forward_of("hopper_decode", tensors, **options)
-    call(tensors, tensors.addresses())
+    for _ in range(3):
+        call(tensors, tensors.addresses())
     assert [read.kernel for read in fake.launches] == ["list_tiles", "narrow_window_kernel"]
 
 
