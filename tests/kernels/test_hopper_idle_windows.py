@@ -6,11 +6,12 @@ import pytest
 import torch
 from problems import unwritten
 
-from lockstep.problem import Options, describe
+from lockstep.problem import Options, Tensors, describe
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 
 from lockstep.kernels.hopper.forward.idle_windows import without_idle_window
+from lockstep.kernels.hopper.forward.scheduling.part_rule import most_parts
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -36,3 +37,16 @@ def test_which_windows_are_none(S, D, dtype, window, options, is_idle):
     problem = describe(tensors, Options(window_left=window - 1, window_right=0, **options))
     rest = without_idle_window(problem)
     assert rest.window == ((None, 0) if is_idle else (window - 1, 0))
+
+
+@pytest.mark.parametrize(("window", "is_idle"), [(4095, True), (4096, False), (20_000, False)])
+def test_a_cache_no_longer_than_a_window_has_as_many_parts_as_a_longer_one(window, is_idle):
+    """Without a window, keys in pages may have parts, and it stays where they could."""
+    q, lens = unwritten(100, 16).q, torch.empty(1, dtype=torch.int32)
+    pages = torch.empty(1, 16, 2, q.shape[-1], dtype=q.dtype)
+    table = torch.empty(1, window // 16, dtype=torch.int32)
+    tensors = Tensors(q, pages, pages, page_table=table, kv_lens=lens)
+    problem = describe(tensors, Options(window_left=window - 1, window_right=0))
+    rest = without_idle_window(problem)
+    assert rest.window == ((None, 0) if is_idle else (window - 1, 0))
+    assert not (is_idle and most_parts(rest) > 1)
