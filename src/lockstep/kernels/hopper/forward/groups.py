@@ -47,7 +47,7 @@ def heads_of_box(group: int) -> int:
 
 
 def rows_of_group(problem: AttentionProblem) -> int:
-    """How many heads share a tile. Of pages, `part_rule.py` says it."""
+    """How many heads share a tile. Of tiles that may have parts, `part_group` says it."""
     return problem.Hq // problem.Hkv if shares_tiles(problem) else 1
 
 

@@ -12,10 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.kernels.hopper.common.requirements import (
-    has_tiles_in_pages,
-    has_too_many_rows,
-)
+from lockstep.kernels.hopper.common.requirements import has_tiles_in_pages, has_too_many_rows
 from lockstep.kernels.hopper.forward.idle_windows import without_idle_window
 from lockstep.kernels.hopper.forward.launch import forward_launch
 from lockstep.kernels.hopper.forward.narrow_window.launch import window_launch, window_tiling
